@@ -71,7 +71,7 @@ _steps = Steps(marks.default_manager)
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
 """By module that has hooks of a handle: the handle."""
 _watermarked: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
-"""The same of mode "watermark", which goes around others: it takes what they leave."""
+"""Handles of mode "watermark" by module: it goes around other modes, and takes what they leave."""
 _declined: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models of which somebody said that nothing is to leave."""
 

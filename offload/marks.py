@@ -328,4 +328,4 @@ def step_end() -> StepStats | None:
 
 
 reset = step_end
-"""The same, under the name that Megatron users know."""
+"""`step_end` under the name that Megatron users know."""

@@ -214,8 +214,8 @@ class ReportStart:
         self._ledger = manager.new_ledger()
 
     def report(self, *, gather: bool = False, process_group: dist.ProcessGroup | None = None) -> Report:
-        """As `offload.report`, since this point in time, whatever `configure` has changed since. Where the
-        manager was closed, it says so: the figures end there."""
+        """Report since this point in time, whatever `configure` has changed since. Where the manager was
+        closed, it says so: the figures end there. Arguments are those of `offload.report`."""
         manager = existing_manager()
         found = _report(manager, self._ledger, self._since, gather, process_group)
         counts = manager is not None and self._ledger in manager.ledgers

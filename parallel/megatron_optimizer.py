@@ -100,7 +100,7 @@ class HybridDeviceOptimizer(Optimizer):
         overlap_cpu_optimizer_d2h_h2d: bool = True,
         **kwargs: Any,
     ) -> None:
-        """As Megatron's; `defaults` are these arguments. The fraction and the classes are checked when the
+        """Takes Megatron's arguments, which are `defaults`. The fraction and the classes are checked when the
         first call builds the rest.
 
         Raises ValueError for an argument that one of the classes does not take. Blocks the host: never.
@@ -126,7 +126,8 @@ class HybridDeviceOptimizer(Optimizer):
         self.defaults = {**self._arguments, **kwargs}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. The group gets the values of the step, and none of the arguments that are no numbers.
+        """Adds a group, as torch's does. The group gets the values of the step, and none of the arguments
+        that are no numbers.
 
         A view of a parameter, as the shards of a float32 model are, is made one that may have a gradient.
         """
@@ -199,7 +200,7 @@ class HybridDeviceOptimizer(Optimizer):
             self._has_state = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, for `decoupled_grad` too."""
+        """Drops or zeroes gradients, as torch's does, `decoupled_grad` too."""
         if self._built is not None:
             self._built.zero_grad(set_to_none)
             return
@@ -305,7 +306,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._as_read = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: it refers to the tensors of `state`. Places are not in it: they follow from the
+        """Refers to the tensors of `state`, as torch's does. Places are not in it: they follow from the
         arguments alone."""
         if self._built is not None:
             self._ready()

@@ -239,8 +239,8 @@ class _GroupOffload:
 
 @dataclass
 class _Replay:
-    """Of one manager: whether a captured graph runs now, and the stream and event that order graphs against
-    copies."""
+    """Replays of one manager: whether a captured graph runs now, and the stream and event that order graphs
+    against copies."""
 
     running: bool = False
     stream: Any = None

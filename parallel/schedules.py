@@ -39,7 +39,7 @@ class ScheduleSpec:
     """What is to be known of a schedule before one exists."""
 
     name: str
-    """As on the command line."""
+    """Name on the command line."""
     torch_class: type[Any]
     placement: Literal["one", "loop", "v"]
     """Stages of a rank: one; every p-th, in a loop; or one from each arm of a V, which must be two."""

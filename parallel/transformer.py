@@ -130,7 +130,7 @@ class TransformerConfig:
         return self.dim // self.heads
 
     def with_(self, **changes: Any) -> TransformerConfig:
-        """The same with some fields changed, checked again."""
+        """Copy with some fields changed, checked again."""
         return replace(self, **changes)
 
 

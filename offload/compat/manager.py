@@ -74,7 +74,7 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
     close_instance = staticmethod(marks.close_manager)
 
     def prepare_close(self) -> None:
-        """As the manager's: the buffers of copies by hand."""
+        """Release the buffers of copies by hand."""
         self.cpu_tensor_pool.clear()
 
     # -- the hooks, and figures ------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
         vp_stage: int | None = None,
         min_offloaded_tensor_size: int | None = None,
     ) -> None:
-        """As the manager's; the chunk is staged in the queue."""
+        """Begin the forward of a chunk, which is staged in the queue."""
         super().begin_forward(vp_size, vp_stage, min_offloaded_tensor_size)
         if self._forward is not None and torch._C._current_graph_task_id() == -1:
             self._queue.resize(1 if vp_size is None else vp_size)
@@ -208,7 +208,7 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
         )
 
     def end_step(self) -> ClientStats:
-        """As Client; the buffers of copies by hand are taken back."""
+        """End the step of the groups; the buffers of copies by hand are taken back."""
         self.cpu_tensor_pool.reset()
         return super().end_step()
 

@@ -185,7 +185,7 @@ class GPUTensorPool:
 
 
 class TensorPool(GPUTensorPool):
-    """The same pool under its other name (S3-2), for the host by default."""
+    """GPUTensorPool under its other name (S3-2), for the host by default."""
 
     def __init__(
         self,

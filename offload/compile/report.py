@@ -75,7 +75,7 @@ class CompileReport:
 
 
 def compiled_regions(output: torch.Tensor, since: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """Of every compiled function between `output` and the nodes older than `since`: its name, and what it
+    """Compiled functions between `output` and the nodes older than `since`: the name of each, and what it
     keeps beside the hooks."""
     waiting: list[Node | None] = [output.grad_fn]
     seen: set[Node] = set()
@@ -95,8 +95,8 @@ def _amount(tensors: int, nbytes: int) -> str:
 
 
 def _named(node: Any) -> str:
-    """As torch's logs call the graph. torch 2.13 says which compilation it comes from, 2.11 only the number
-    of its AOT graph."""
+    """Name of the graph in torch's logs. torch 2.13 says which compilation it comes from, 2.11 only the
+    number of its AOT graph."""
     compile_id = getattr(node._forward_cls.metadata, "compile_id_str", None)
     if compile_id is None:
         return f"compiled graph {node._forward_cls._aot_id}"

@@ -118,7 +118,7 @@ class DiskLoans:
                 raise job.error
 
     def _end_freed(self) -> None:
-        """As `_end`, of those on which a job ran."""
+        """End what was freed while a job ran on it."""
         freed, self._freed = self._freed, []
         for stored in freed:
             self._end(stored)

@@ -41,7 +41,7 @@ class SpareMemory:
         return host
 
     def give_back(self, host: Block, event: Event | None) -> None:
-        """As HostArena.give_back. Blocks the host: never."""
+        """End the loan, as HostArena.give_back does. Blocks the host: never."""
         self._used.append((host, event))
 
     def release_passed(self) -> None:

@@ -34,7 +34,8 @@ class _Known(NamedTuple):
 
 
 class RecomputedHalves:
-    """Of one manager. Callers hold the engine's lock, but for `CallReads`."""
+    """What halves of split backwards compute again, for one manager. Callers hold the engine's lock, but for
+    `CallReads`."""
 
     def __init__(self, engine: OffloadEngine) -> None:
         self.engine = engine
@@ -47,7 +48,7 @@ class RecomputedHalves:
         self._left: dict[tuple[ChunkId, int], int] = {}  # bytes on the device
 
     def reads(self, chunk: ChunkId, place: int) -> CallReads:
-        """Of the call that begins in `chunk`, the input of which is the group at `place`."""
+        """Reads of the recomputed call that begins in `chunk` and whose input is the group at `place`."""
         if place in self._places[chunk]:  # the forward is run again
             self._places[chunk].clear()
         self._places[chunk].append(place)
@@ -79,8 +80,8 @@ class RecomputedHalves:
         return self._known[chunk.stage, place].nbytes if place in self.left(chunk) else 0
 
     def seen(self) -> dict[ChunkKey, list[tuple[int, bool]]]:
-        """Of the recomputed calls of each chunk of this step, in forward order, the bytes that a W was seen
-        to read, and whether the I left them; without those that were not seen."""
+        """Bytes that a W was seen to read of each recomputed call, in forward order by chunk of this step,
+        and whether the I left them; without the calls that were not seen."""
         return {
             chunk: [
                 (known.nbytes, place in self.left(chunk))

@@ -81,7 +81,7 @@ class Group:
         self.sent = False
 
     def sizes(self) -> Sizes | None:
-        """Of the last step; None where it saved nothing then."""
+        """Sizes of what it saved in the last step; None where it saved nothing."""
         if not self.total_offload_bytes:
             return None
         return Sizes(self.total_offload_bytes, self.total_tensor_count, self.logical_bytes, self.slot_bytes)

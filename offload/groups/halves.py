@@ -21,7 +21,7 @@ __all__ = ["HalfReads"]
 
 
 class HalfReads:
-    """Of one virtual stage.
+    """Reads of the two halves of one virtual stage's backward.
 
     input_reads: whether its I reads anything, None before one was seen. On stage 0 it does not, and the W is
         the whole reverse read.

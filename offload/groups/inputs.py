@@ -35,7 +35,7 @@ class _Manager(Protocol):
 
 
 class InputGroup:
-    """Of one call: `open` before autograd packs the arguments, `send` after, `close` after the call.
+    """Input of one call: `open` before autograd packs the arguments, `send` after, `close` after the call.
 
     handler: its chunk; None where nothing may leave. name: of the group. required: it leaves whatever the
         plan would keep.
@@ -144,7 +144,7 @@ class _AllButOne:
 
 
 def _can_leave(handler: ChunkGroups, tensor: torch.Tensor) -> bool:
-    """Of a wrapper, such as a DTensor, one of the tensors that it is made of."""
+    """Whether the tensor may leave; of a wrapper, such as a DTensor, whether one of its members may."""
     if is_plain(tensor) or not is_wrapper(tensor):
         return handler.may_leave(tensor)
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]

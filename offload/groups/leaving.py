@@ -19,7 +19,7 @@ _INPUTS_LEAVING = 2
 
 
 class LeavingGroups:
-    """Of one engine. Callers hold its lock.
+    """Groups of one engine that are on their way out. Callers hold its lock.
 
     input_names: groups that have one input of a recomputed call each, of which nothing else leaves.
     """
@@ -56,7 +56,7 @@ class LeavingGroups:
         return cap if named else _INPUTS_LEAVING
 
     def settle_freed_inputs(self) -> None:
-        """Of inputs that the backward is done with, let the sources of copies under way go: no later copy
+        """Let the sources of copies under way go that the backward is done with, of inputs: no later copy
         would make compute wait for them."""
         for name in self.input_names:
             pending = self._pending[name]

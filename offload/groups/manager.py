@@ -120,7 +120,7 @@ class GroupsManager(OpenScopes, Client):
 
     @property
     def stats(self) -> StepStats:
-        """Of the last step that ended."""
+        """Figures of the last step that ended."""
         return self.engine.last_stats
 
     @property
@@ -273,8 +273,9 @@ class GroupsManager(OpenScopes, Client):
         return self.engine.transfers.capture is not None
 
     def capture_begins(self) -> None:
-        """As Client: no piece reaches across the begin of a capture. A chunk whose reads have ended, in the
-        warm-up of this capture, starts anew, so that what the capture saves is fetched in its own order."""
+        """Send what is open: no piece reaches across the begin of a capture. A chunk whose reads have ended,
+        in the warm-up of this capture, starts anew, so that what the capture saves is fetched in its own
+        order."""
         self._commit_open_groups()
         forward = self._forward
         if forward is None or not forward.begun or any(forward.open_groups()):
@@ -286,7 +287,7 @@ class GroupsManager(OpenScopes, Client):
             self._look_ahead()
 
     def capture_ends(self) -> None:
-        """As Client: what was saved in the capture leaves before it ends, or never."""
+        """Send what was saved in the capture: it leaves before the capture ends, or never."""
         self.flush_delayed_groups()
         self._commit_open_groups()
 
@@ -297,8 +298,8 @@ class GroupsManager(OpenScopes, Client):
 
     # -- step ------------------------------------------------------------------------------------------------
     def begin_chunk(self, stage: int, microbatch: int) -> None:
-        """As ChunkTracker. While ends are guessed, a chunk that begins again and finds nothing alive ends the
-        step before it."""
+        """Begin a chunk that a stage announces. While ends are guessed, one that begins again and finds
+        nothing alive ends the step before it."""
         if self.guesses_ends:
             handler = self._handlers.get(ChunkId(stage, microbatch))
             if handler is not None and handler.begun and next(self.living_blocks(), None) is None:
@@ -306,7 +307,7 @@ class GroupsManager(OpenScopes, Client):
         super().begin_chunk(stage, microbatch)
 
     def begin_step(self) -> None:
-        """As Client."""
+        """Give cached device memory back, once a plan is final."""
         self._planner.trimmer.step_begins()
 
     def step_end(self) -> StepStats:
@@ -346,7 +347,7 @@ class GroupsManager(OpenScopes, Client):
         super()._drop_step()
 
     def end_step(self) -> ClientStats:
-        """As Client: what is still open is closed, what nobody read is dropped."""
+        """End the step of the groups: what is still open is closed, what nobody read is dropped."""
         self._close_uncommitted()
         self._delayed.clear()
         self._leaving.step_ends()
@@ -385,7 +386,7 @@ class GroupsManager(OpenScopes, Client):
         return [chunk for _, chunk in chunks if id(chunk) not in kept]
 
     def step_ended(self, stats: StepStats) -> None:
-        """As Client: plan the next step from what was seen of this one, and print the summary once."""
+        """Plan the next step from what was seen of this one, and print the summary once."""
         with self.engine.lock:
             seen, self._ended = self._ended, None
             assert seen is not None

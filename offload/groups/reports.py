@@ -190,7 +190,7 @@ class MarkReport:
 
 
 class StepReport:
-    """Of one planner."""
+    """Warnings of one planner."""
 
     def __init__(self) -> None:
         self._said = Once()

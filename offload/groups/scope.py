@@ -36,12 +36,12 @@ class GroupScope:
 
     @property
     def name(self) -> str:
-        """Of the group that owns what is saved."""
+        """Name of the group that owns what is saved."""
         return self._group.name
 
     @property
     def chunk(self) -> ChunkId:
-        """Of that group."""
+        """Chunk of that group."""
         return self._handler.id
 
     def take(self, tensor: torch.Tensor) -> Handle | None:

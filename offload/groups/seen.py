@@ -94,7 +94,8 @@ def sizes_of(chunk: ChunkGroups, part_bytes: Mapping[int, int] = {}) -> list[Gro
 
 
 def half_bytes_of(group: Group, slot_bytes: Iterable[tuple[int, int]]) -> int | None:
-    """Of these (slot, bytes) of a group what a weight half was seen to read; None where none was seen."""
+    """Bytes that a weight half was seen to read of these (slot, bytes) of a group; None where none was
+    seen."""
     slots = group.half_slots
     return None if slots is None else sum(nbytes for slot, nbytes in slot_bytes if slot in slots)
 

@@ -101,7 +101,7 @@ class Survey:
     closed = opened
 
     def packed(self, scope: Scope, tensor: torch.Tensor, packed: Any, verdict: Verdict | None) -> None:
-        """As PackObserver."""
+        """Count a tensor that was saved in a group and can never leave."""
         if verdict is None or not isinstance(scope, GroupScope):
             return
         counts = self._counts[scope.chunk.stage, scope.name]
@@ -147,7 +147,7 @@ class GroupLedgers:
             self._groups[name] = figures if before is None else before + figures
 
     def step_is_whole(self) -> None:
-        """As Ledger."""
+        """Tell each ledger that what has ended is one step."""
         for ledger in list(self._ledgers):
             ledger.step_is_whole()
 

@@ -316,7 +316,7 @@ class ChunkTracker:
         self._weight_half_waits = is_next and halves.is_known and not leaves_all
 
     def call_reads(self, handler: ChunkGroups, place: int) -> CallReads | None:
-        """Of a recomputed call of this chunk that begins, the input of which is the group at `place`; None
+        """Reads of a recomputed call of this chunk that begins, whose input is the group at `place`; None
         where nothing says that the chunk's backward is split."""
         stage = handler.id.stage
         reads = self._halves[stage].input_reads

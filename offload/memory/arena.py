@@ -98,7 +98,8 @@ class HostArena(Lender):
             self._growth.hold(nbytes)
 
     def reserve_later(self, nbytes: int) -> None:
-        """As `reserve`, but during the steps and without an error: for what a step was seen to lack.
+        """Pin during the steps, and without an error, until so much is held: for what a step was seen to
+        lack.
 
         Blocks the host: never with background growth, for the pinning with inline growth.
         """

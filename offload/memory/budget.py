@@ -98,9 +98,9 @@ class StoreHostBudget:
         return self._store.add(self._key, 0)
 
     def reserve(self, nbytes: int) -> bool:
-        """As the protocol says. Two ranks that overshoot at the same moment may both be refused although one
-        would fit; each rolls back and asks again, so a refusal that stays is a true one but for a race lost
-        three times."""
+        """Count `nbytes` more as used, or return False. Two ranks that overshoot at the same moment may both
+        be refused although one would fit; each rolls back and asks again, so a refusal that stays is a true
+        one but for a race lost three times."""
         assert nbytes >= 0, nbytes
         for _ in range(RACES):
             # read first: a request that cannot fit must not disturb the counter that others compare with

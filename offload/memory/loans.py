@@ -187,8 +187,8 @@ class Lender:
             self._accept_returned()
 
     def give_back_later(self, block: Block, after: Event | None) -> None:
-        """As `give_back`, for finalisers on any thread: takes no lock. The next call of the arena does the
-        work, and raises the error."""
+        """End the loan from a finaliser, on any thread: takes no lock. The next call of the arena does what
+        `give_back` would, and raises the error."""
         self._returned.append((block, after))
 
     def align(self, nbytes: int) -> None:

@@ -18,7 +18,7 @@ _STEPS_TO_PIN = 3  # after the first such step
 
 
 class HostShortage:
-    """Of one engine."""
+    """Steps of one engine that lacked host memory."""
 
     def __init__(self) -> None:
         self._first: StepStats | None = None  # step that lacked host memory

@@ -89,7 +89,7 @@ class SubPool:
         self.pending.clear()
 
     def release_lent(self) -> None:
-        """As `release_free`, for those on loan: once their users drop them."""
+        """Give blocks of tensors on loan back to the arena, each once its user drops it."""
         for key, tensor in self.lent.items():
             if (block := self.all[key]) is not None and self._arena is not None:
                 weakref.finalize(tensor, self._arena.give_back_later, block, None).atexit = False

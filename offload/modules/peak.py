@@ -33,7 +33,7 @@ def device_peak_bytes() -> int | None:
 
 
 class PeakWatch:
-    """As Scope, it takes nothing: it sees what is saved outside of the blocks."""
+    """Scope that takes nothing: it sees what is saved outside of the blocks."""
 
     min_elements = 1
 
@@ -82,7 +82,7 @@ class PeakWatch:
             self._largest[self._phase] = nbytes, what
 
     def note_replayed(self, tensor: torch.Tensor) -> None:
-        """As Scope."""
+        """Nothing: such memory is not the model's."""
 
     def text(self) -> str:
         """Where the peak is, "" where that is not known."""

@@ -134,7 +134,7 @@ class ModelRoot:
 
     @property
     def is_running(self) -> bool:
-        """As Root."""
+        """Whether a forward of the model is under way in this thread."""
         return self._here.running > 0
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -297,7 +297,7 @@ class ModelRoot:
 
     # -- step ------------------------------------------------------------------------------------------------
     def step_ends(self) -> None:
-        """As Root: say once which blocks did not run, or that nothing of the model did."""
+        """Say once which blocks did not run, or that nothing of the model did."""
         if self.end_seen:
             self.peak.step_ends()
         ran, begun = self._ran, self._begun

@@ -46,7 +46,7 @@ class Root(Protocol):
     """Whether an optimizer's step has ended a step of this model."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Of the model, as it is now."""
+        """Parameters of the model as it is now."""
 
     @property
     def is_running(self) -> bool:

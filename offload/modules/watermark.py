@@ -121,14 +121,14 @@ class WatermarkRoot(ModelRoot):
 
     @property
     def runtime(self) -> ActivationRuntime:
-        """Of the process's engine, which `configure` may have replaced."""
+        """Runtime of the process's engine, which `configure` may have replaced."""
         engine = self.manager().engine
         if self._runtime.engine is not engine:
             self._runtime = _runtime(engine, self._marks)
         return self._runtime
 
     def open_own(self) -> _ManagedCall | None:
-        """As ModelRoot: a managed forward. None where nothing is saved."""
+        """Open a managed forward; None where nothing is saved."""
         if not (torch.is_grad_enabled() and self.manager().do_offload):
             return None
         context = ActivationHookContext(self.runtime, self._min_numel)

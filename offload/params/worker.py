@@ -205,8 +205,8 @@ class Worker:
 
 
 def _default_threads(cores: int) -> int:
-    """As many as torch would use on these cores, less two where there are many: the training thread and the
-    autograd thread need theirs, and a kernel is as slow as the one of its threads that has to share a
+    """Threads that torch would use on these cores, less two where there are many: the training thread and
+    the autograd thread need theirs, and a kernel is as slow as the one of its threads that has to share a
     core."""
     count = min(torch.get_num_threads(), cores or torch.get_num_threads())
     return count - 2 if count > 4 else count

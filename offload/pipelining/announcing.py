@@ -66,7 +66,7 @@ class Announcements:
         return found
 
     def announcer_of_forward(self) -> Announcer | None:
-        """The same, where a forward with a backward begins. Says once a process that there is no manager,
+        """Announcer of a forward with a backward that begins. Says once a process that there is no manager,
         unless somebody wanted none. From the first such forward on the manager's steps end with those of the
         module's optimizer, as after `offload.apply`."""
         found = self.announcer()

@@ -47,7 +47,7 @@ from offload.transfer.layout import (
 __all__ = ["GATHER_BELOW", "KEPT_SHARE", "TensorStore"]
 
 KEPT_SHARE = 256
-"""Of a device limit, one part in so many is the most that is counted too high for what stays."""
+"""Part of a device limit, one in so many, that is at most counted too high for what stays."""
 
 # a lone view that covers less than half of its span is packed first: fewer bytes cross the link (S2-103)
 GATHER_BELOW = 0.5

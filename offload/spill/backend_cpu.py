@@ -140,11 +140,11 @@ class CPUSpillBackend:
         return self._event_device is not None and self._event_device.poll(event)
 
     def take(self, nbytes: int) -> Block:
-        """As HostLender: `allocate`, for the transfer engine. Blocks the host: as `allocate`."""
+        """`allocate` for the transfer engine, as HostLender. Blocks the host: as `allocate`."""
         return Block(nbytes, (self.allocate(nbytes),), (), (), (), self)
 
     def give_back(self, block: Block, after: Event | None) -> None:
-        """As HostLender: `release`."""
+        """`release` for the transfer engine, as HostLender."""
         self.release(block.extents[0], after=after)
 
     def release(self, buffer: torch.Tensor, *, after: Event | None = None) -> None:

@@ -129,7 +129,7 @@ class ActivationConfig:
 
     @property
     def min_elements(self) -> int:
-        """Of a tensor that is looked at."""
+        """Elements of the smallest tensor that is looked at."""
         if self.min_numel is not None:
             return self.min_numel
         return 1 if self.order == "reactive" else 512

@@ -38,7 +38,7 @@ class ManagedForwards(Protocol):
 
 
 class _SpillScope:
-    """As Scope: takes every eligible tensor that the scheduler wants."""
+    """Scope that takes every eligible tensor that the scheduler wants."""
 
     __slots__ = ("_forward", "_scheduler", "min_elements")
 
@@ -51,11 +51,11 @@ class _SpillScope:
         return self._scheduler.take(self._forward, tensor)
 
     def note_replayed(self, tensor: torch.Tensor) -> None:
-        """As Scope: memory of CUDA graphs that torch.compile records never leaves."""
+        """Nothing: memory of CUDA graphs that torch.compile records never leaves."""
 
 
 class _Entered(threading.local):
-    """Of each thread its own, as torch's stack of hooks is."""
+    """Forwards entered by the calling thread, whose own torch's stack of hooks is."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[Forward, InstalledScope]] = []

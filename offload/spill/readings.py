@@ -15,7 +15,7 @@ from offload.transfer.block import BlockState, DeviceBlock
 __all__ = ["Readings"]
 
 _SHARE = 8
-"""Of the room below the mark, what may be saved before the next reading: one part in so many."""
+"""Part of the free bytes below the mark, one in so many, that may be saved before the next reading."""
 
 _MOST_CALLS = 64
 _MOST_CALLS_ABOVE_HALF = 8
@@ -72,7 +72,7 @@ class Readings:
         return allocated
 
     def look(self) -> int:
-        """As `read`, for whoever fetches ahead: what was read before still counts for the next reading."""
+        """Read for whoever fetches ahead: what was read before still counts for the next reading."""
         reads = self._read_bytes, self._calls
         allocated = self.read()
         self._read_bytes, self._calls = reads
@@ -98,7 +98,7 @@ class Readings:
         self.away_bytes = sum(block.nbytes for block in self._away)
 
     def lingering_slots(self, group: GroupId) -> set[int]:
-        """Of a group's blocks, those whose device memory something else holds."""
+        """Slots of a group's blocks whose device memory something else holds."""
         return {block.slot for block in self._lingering if block.group is group}
 
     def end_step(self) -> int:

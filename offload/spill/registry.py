@@ -65,17 +65,17 @@ class ActivationRecord:
 
     @property
     def offset(self) -> int:
-        """Of the first element in its storage, in elements."""
+        """Place of the first element in its storage, in elements."""
         return self.layout.offset
 
     @property
     def nbytes(self) -> int:
-        """Of the storage range that moves."""
+        """Bytes of the storage range that moves."""
         return self.block.nbytes
 
     @property
     def logical_bytes(self) -> int:
-        """Of the tensor itself."""
+        """Bytes of the tensor itself."""
         return self.layout.size.numel() * self.layout.dtype.itemsize
 
     @property

@@ -231,8 +231,8 @@ class ActivationRuntime(Client):
 
     # -- as Client -------------------------------------------------------------------------------------------
     def end_step(self) -> ClientStats:
-        """As Client. At an end that is not `step_end`'s, what a graph still holds is carried over, twice at
-        most."""
+        """End the step of the runtime. At an end that is not `step_end`'s, what a graph still holds is
+        carried over, twice at most."""
         ending = []
         for forward in self.scheduler.forwards:
             forward.ends += 1
@@ -249,7 +249,7 @@ class ActivationRuntime(Client):
         return figures
 
     def step_ended(self, stats: StepStats) -> None:
-        """As Client: write the step's line."""
+        """Write the step's line."""
         with self.engine.lock:
             ended, self._ended = self._ended, None
             if ended is None or not self.config.enabled:
@@ -277,7 +277,7 @@ class ActivationRuntime(Client):
         self.telemetry.write(metrics)
 
     def _pool_hits(self, spilled: int) -> tuple[int, int]:
-        """Of the records spilled in the step: those in pinned memory, and the others."""
+        """Records spilled in the step to pinned memory, and to other memory."""
         if self.pool is None:
             return spilled, 0
         before, self._pool_counts = self._pool_counts, (self.pool.pool_hits, self.pool.pool_misses)

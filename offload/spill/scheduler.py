@@ -40,7 +40,7 @@ class Parts:
 
 @dataclass(slots=True)
 class SpillCounts:
-    """Of one step; the fields are those of the metrics."""
+    """Counts of one step; the fields are those of the metrics."""
 
     kept: int = 0  # reactive: saves that made no record
     keep_bytes: int = 0  # of those

@@ -22,7 +22,7 @@ class ActivationStepMetrics:
     order="reactive" keeps: there each save counts."""
 
     step: int
-    """As `step_begin` was told, else counted from 0."""
+    """Number that `step_begin` was given, else counted from 0."""
 
     activations_saved: int = 0
     """Records: `activations_kept + activations_spilled`."""

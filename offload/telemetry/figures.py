@@ -53,7 +53,8 @@ class Stayed(Summed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFigures(Summed):
-    """Of the groups of one name, in all chunks. Bytes of storage that may leave, one count a storage."""
+    """Figures of the groups of one name, in all chunks. Bytes of storage that may leave, one count a
+    storage."""
 
     saved_bytes: int = 0
     moved_bytes: int = 0
@@ -84,7 +85,7 @@ class GroupFigures(Summed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientFigures(Summed):
-    """Of one client of the engine, such as "groups" or "optim"."""
+    """Copies of one client of the engine, such as "groups" or "optim"."""
 
     out_bytes: int = 0
     in_bytes: int = 0
@@ -93,7 +94,7 @@ class ClientFigures(Summed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures(Summed):
-    """Of one step, or of several. Bytes are of saved tensors that may leave, one count a storage."""
+    """Figures of one step, or of several. Bytes are of saved tensors that may leave, one count a storage."""
 
     steps: int = 0
     """Steps in which offload was on."""
@@ -238,8 +239,8 @@ def figures_of(
 
 
 def figures_without_offload(stats: StepStats) -> Figures:
-    """Of a step in which saved tensors were not looked at: the stall is that of the step before, and the
-    clients may have copied."""
+    """Figures of a step in which saved tensors were not looked at: the stall is that of the step before, and
+    the clients may have copied."""
     return Figures(
         host_bytes=stats.host_bytes_held,
         host_lent_bytes=stats.host_bytes_lent_peak,

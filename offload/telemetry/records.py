@@ -167,7 +167,7 @@ class StepStats:
     """Rate of the writes while one ran; 0.0 where nothing was written."""
 
     disk_read_bytes_per_s: float = 0.0
-    """The same of the reads."""
+    """Rate of the reads while one ran; 0.0 where nothing was read."""
 
     replays: int = 0
     """Replays of captured graphs that copy. What such a graph moves is counted above in the step of its

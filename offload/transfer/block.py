@@ -156,7 +156,7 @@ class DeviceBlock(WeakStorage):
         return self.start + self.nbytes
 
     def storage_keys(self) -> set[int]:
-        """Of the storages whose bytes these are."""
+        """Keys of the storages whose bytes these are."""
         if self.holders is None:
             return {self.key}
         probes = (holder.probe for holder in self.living_holders())

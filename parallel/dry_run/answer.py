@@ -36,7 +36,7 @@ class PositionNeed:
     peak_by_phase: Mapping[str, int]
     """Device bytes: warmup to the first backward, cooldown from the last forward, steady between."""
     compute_s: float
-    """Of the plain step, collectives of tensor and expert parallelism included."""
+    """Seconds of the plain step, collectives of tensor and expert parallelism included."""
     recompute_s: float
     stall_s: float
     bubble_s: float
@@ -47,7 +47,7 @@ class PositionNeed:
     levels: Mapping[str, int]
     """How many layers of how many microbatches run at which level."""
     rates: Rates
-    """Of its link, beside the other GPUs of its host that copy."""
+    """Rates of its link, beside the other GPUs of its host that copy."""
     fits: bool
     played: tuple[Played, ...]
     peaks_bytes: tuple[int, ...]
@@ -65,7 +65,7 @@ class HostNeed:
     pinned_bytes: int
     limit_bytes: int | None
     out_bytes_per_s: float
-    """Of all its GPUs together, over the step."""
+    """Bytes a second of all its GPUs together, over the step."""
 
     @property
     def fits(self) -> bool:
@@ -89,12 +89,12 @@ class DryRun:
     job: Job
     mode: Mode
     parameters: int
-    """Of the whole model."""
+    """Parameters of the whole model."""
     positions: tuple[PositionNeed, ...]
     pipeline_s: float
     """From the first forward to the last backward."""
     plain_s: float
-    """The same with nothing offloaded or recomputed, whether it fits or not."""
+    """Seconds of the step with nothing offloaded or recomputed, whether it fits or not."""
     gradients_s: float
     """Sums over replicas and the return of weights, on the slowest rank: counted after the last backward."""
     optimizer_s: float

@@ -37,27 +37,28 @@ class Piece:
     name: str
     parameters: int
     expert_parameters: int
-    """Of `parameters`, those of routed experts, which fewer ranks share."""
+    """Parameters of routed experts, among `parameters`: fewer ranks share them."""
     input_bytes: int
     output_bytes: int
     forward_s: float
     backward_s: float
     input_s: float
     weight_s: float
-    """Of the halves of a split backward: norms run in both, so these may be more than `backward_s`."""
+    """Seconds of the halves of a split backward: norms run in both, so these may be more than
+    `backward_s`."""
     weight_bytes: int
-    """Of its saved bytes, what that W reads."""
+    """Saved bytes that this W reads."""
     held_bytes: int
     """Gradients that torch keeps from the I to the W."""
     forward_host_s: float
     backward_host_s: float
-    """Of the host, for the calls of a plain forward and of its backward."""
+    """Seconds of the host, for the calls of a plain forward and of its backward."""
     sent_bytes: int
     """What its collectives carry, forward and backward together, over the wire of this rank."""
     forward_working_bytes: int
     """The most alive in its forward of what it made, saved bytes among it."""
     checkpointed_working_bytes: int
-    """The same under torch's checkpoint, where nothing that is made is saved."""
+    """Working bytes under torch's checkpoint, where nothing that is made is saved."""
     backward_working_bytes: int
     """The most alive in its backward beyond its saved bytes."""
     moving_working_bytes: int
@@ -94,7 +95,7 @@ def seconds_of(call: Call, gpu: Gpu, gpus_per_host: int) -> float:
 
 
 def sent_bytes_of(call: Call) -> int:
-    """Of a collective by a ring, or an exchange in equal parts."""
+    """Bytes that one rank sends: of a collective by a ring, or an exchange in equal parts."""
     return call.touched_bytes * (call.ranks - 1) // call.ranks if call.ranks else 0
 
 

@@ -42,9 +42,10 @@ class Job:
     zero: int = 1
     """1: optimizer state is cut over the replicas; 0: each holds all."""
     gradient_bytes: int = 2
-    """Of one element: 2, as torch makes them for bfloat16 weights; 4 where they are added up in float32."""
+    """Bytes of one element: 2, as torch makes them for bfloat16 weights; 4 where they are added up in
+    float32."""
     optimizer_bytes: int = 12
-    """Of one parameter: a float32 master and AdamW's two moments."""
+    """Bytes of one parameter: a float32 master and AdamW's two moments."""
     gpus_per_host: int = 8
     other_bytes: int = 0
     """What else lies on the device: a library's workspaces, buffers of collectives, inputs."""
@@ -148,8 +149,8 @@ class Held:
 
 
 def layers_of(job: Job, stage: int) -> range:
-    """As equal as they can be; where they cannot, the stages after the first take one more, because it has
-    the embedding and the last one the head."""
+    """Layers of a stage: as many as of any other; where that cannot be, the stages after the first take one
+    more, because it has the embedding and the last one the head."""
     stages = job.num_stages
     each, more = divmod(job.model.layers, stages)
     counts = [each] * stages
@@ -206,7 +207,7 @@ def stages_of_job(job: Job) -> tuple[Stage, ...]:
 
 
 def held_by(job: Job, stages: Sequence[Stage]) -> Held:
-    """Of a rank with these stages. Optimizer state of experts is cut over fewer replicas."""
+    """Bytes that a rank with these stages holds. Optimizer state of experts is cut over fewer replicas."""
     parameters = sum(stage.parameters for stage in stages)
     experts = sum(stage.expert_parameters for stage in stages) if job.cut.ep > 1 else 0
     if job.model.tied and {stage.index for stage in stages} >= {0, job.num_stages - 1}:

@@ -59,7 +59,7 @@ class StepPlay:
 
     result: Simulation
     durations_s: tuple[float, ...]
-    """Of each action, with what it computes again and its stalls."""
+    """Seconds of each action, with what it computes again and its stalls."""
     peaks_bytes: tuple[int, ...]
     """The most on the device during each action, without what is held from step to step."""
 
@@ -106,7 +106,7 @@ class RankStep:
         }
 
     def compute_s(self, levels: Mapping[ChunkKey, Levels]) -> list[float]:
-        """Of each action, without what is computed again: the device's time, or more where the host is
+        """Seconds of each action, without what is computed again: the device's, or more where the host is
         slower."""
         found = []
         for action in self.order:
@@ -191,8 +191,7 @@ class RankStep:
         return whole_s / 2 if action.chunk in self._halved else whole_s
 
     def _rest_s(self, action: Action) -> float:
-        """Of an action's plain seconds, those outside the blocks; and where the host is slower, what it takes
-        more."""
+        """Plain seconds of an action outside the blocks; and where the host is slower, what it takes more."""
         blocks = self.blocks[action.chunk]
         if action.kind == "F":
             inside = sum(block.forward_s for block in blocks)

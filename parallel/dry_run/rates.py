@@ -25,7 +25,7 @@ class Gpu:
     """What one process can use."""
     matmul_flops: float
     attention_flops: float
-    """Of fused causal attention's forward, flops above the diagonal not counted."""
+    """Flops a second of fused causal attention's forward; those above the diagonal not counted."""
     attention_backward_flops: float
     memory_rate: float
     """Bytes that a kernel without arithmetic reads and writes."""

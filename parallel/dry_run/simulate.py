@@ -54,7 +54,7 @@ class RankTimes:
     played: tuple[Played, ...]
     busy_s: float
     step_s: float
-    """Of the whole pipeline: the end of its last action."""
+    """Seconds of the whole pipeline: the end of its last action."""
 
     @property
     def bubble_s(self) -> float:

@@ -20,11 +20,11 @@ from .simulate import RankTimes, play_pipeline
 __all__ = ["Planned", "Together", "play_together", "sends_of"]
 
 _ROUNDS = 4
-"""Of waits and stalls in turn."""
+"""Rounds of waits and stalls in turn, at most."""
 _SHARINGS = 2
 """Times that positions are planned again, after it was seen which GPUs of a host copy."""
 _STEADY = 1e-3
-"""Of the step: less change than this ends the rounds."""
+"""Share of the step: less change than this ends the rounds."""
 
 Planned = Callable[[int, Rates], tuple[RankStep, RankPlan]]
 """What a rank of the pipeline does if its link has these rates."""

@@ -41,20 +41,20 @@ class Call:
     """One operator call that runs a kernel or a collective."""
 
     operator: str
-    """As torch prints it: aten.mm.default."""
+    """Name that torch prints: aten.mm.default."""
     number: int
     """Among the calls of this operator, from 0; the backward counts on its own."""
     flops: int
     touched_bytes: int
-    """Of its inputs and outputs. Of a collective, the larger of both."""
+    """Bytes of its inputs and outputs; of a collective, the larger of both."""
     made_bytes: int
-    """Of new storages among its outputs: what keeping them keeps."""
+    """Bytes of new storages among its outputs: what keeping them keeps."""
     saved_bytes: int = 0
-    """Of `made_bytes`, what autograd saves."""
+    """Bytes that autograd saves, of `made_bytes`."""
     ranks: int = 0
-    """Of a collective: how many take part; 0 for every other call."""
+    """Ranks that take part in a collective; 0 for every other call."""
     group: str = ""
-    """Of a collective: its process group."""
+    """Process group of a collective."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -71,7 +71,7 @@ class Trace:
     parameters: int
     """Elements."""
     input_bytes: int
-    """Of the input, where autograd saves it; 0 if it does not."""
+    """Bytes of the input, where autograd saves it; 0 if it does not."""
     saved_bytes: int
     """Distinct storages that autograd saves, the input's included; parameters and buffers are not."""
     output_bytes: int
@@ -144,7 +144,7 @@ class Halves:
     input: tuple[Call, ...]
     weight: tuple[Call, ...]
     read_bytes: int
-    """Of what autograd saves, what the weight half reads."""
+    """Bytes that the weight half reads, of what autograd saves."""
     held_bytes: int
     """Gradients of products' outputs, which torch keeps from the input half to the weight half."""
 
@@ -308,7 +308,7 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _ranks(values: dict[str, Any]) -> int:
-    """Of a functional collective; an exchange names a part for each rank."""
+    """Ranks of a functional collective; an exchange names a part for each."""
     parts = values.get("output_split_sizes")
     return int(values.get("group_size", 0)) if parts is None else len(parts)
 
