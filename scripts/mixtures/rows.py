@@ -1,0 +1,123 @@
+"""The rows: which activations leave, by what, and what is recomputed instead.
+
+    nothing, nothing_unpermuted    everything stays; unpermuted: the experts' input is kept once a token
+    groups, groups_unpermuted      marks of the experts and of attention, under a limit (`limited`)
+    auto, auto_unpermuted          offload.apply(model, mode="auto") within a total
+    auto_checkpoint                the same within what torch_checkpoint takes
+    recompute                      every layer recomputed from its input, but for its routing
+    experts_*                      the three modes of the experts
+    both_attention                 the mode "both" of an unpermuted input, and all else that is marked leaves
+    experts_leave                  permuted input and first product leave, without a limit
+    torch_checkpoint               torch.utils.checkpoint of every layer
+    torch_save_on_cpu              torch.autograd.graph.save_on_cpu(pin_memory=True) around the experts
+
+One invariant: a row differs from `nothing` in its `RowSpec` alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import moe
+
+__all__ = ["ROWS", "ROWS_OF", "RowSpec", "wrap_by_torch"]
+
+EXPERTS = ("expert_fc1", "moe_act")
+ATTENTION = ("core_attn", "attn_proj")
+EVERYTHING = ("attn_norm", "qkv_linear", *ATTENTION, "mlp_norm")
+"""Marks of a layer that are not of its experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSpec:
+    """How a row differs from nothing."""
+
+    placement: Mapping[str, Any] = field(default_factory=dict)
+    """Of moe.MixtureGPT: offload_modules, experts_mode, input_kept, recompute."""
+    limited: bool = False
+    """The engine's device limit is what lets the model keep the share of its saved bytes that is asked
+    for."""
+    total: Literal["share", "torch_checkpoint"] | None = None
+    """Mode auto, within what `nothing` takes less what is not to be kept, or within what that row takes."""
+    by_torch: Literal["checkpoint", "save_on_cpu"] | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the engine takes part."""
+        return bool(self.total or self.moves or self.placement.get("recompute"))
+
+    @property
+    def moves(self) -> bool:
+        """Whether marks are set."""
+        placement = self.placement
+        return bool(placement.get("offload_modules")) or placement.get("experts_mode") in (
+            "save_on_cpu",
+            "both",
+        )
+
+
+_UNPERMUTED = {"input_kept": "unpermuted"}
+_GROUPS = {"offload_modules": (*ATTENTION, *EXPERTS)}
+
+ROWS: Mapping[str, RowSpec] = {
+    "nothing": RowSpec(),
+    "nothing_unpermuted": RowSpec(placement=_UNPERMUTED),
+    "groups": RowSpec(placement=_GROUPS, limited=True),
+    "groups_unpermuted": RowSpec(placement=_GROUPS | _UNPERMUTED, limited=True),
+    "auto": RowSpec(total="share"),
+    "auto_unpermuted": RowSpec(placement=_UNPERMUTED, total="share"),
+    "auto_checkpoint": RowSpec(placement=_UNPERMUTED, total="torch_checkpoint"),
+    "recompute": RowSpec(placement={"recompute": True}),
+    "experts_save_on_cpu": RowSpec(placement={"experts_mode": "save_on_cpu"}),
+    "experts_checkpoint": RowSpec(placement={"experts_mode": "checkpoint"}),
+    "experts_both": RowSpec(placement={"experts_mode": "both"}),
+    "both_attention": RowSpec(
+        placement=_UNPERMUTED | {"experts_mode": "both", "offload_modules": EVERYTHING}
+    ),
+    "experts_leave": RowSpec(placement={"offload_modules": EXPERTS}),
+    "torch_checkpoint": RowSpec(by_torch="checkpoint"),
+    "torch_save_on_cpu": RowSpec(by_torch="save_on_cpu"),
+}
+ROWS_OF: Mapping[str, tuple[str, ...]] = {
+    "layer": (
+        "nothing",
+        "nothing_unpermuted",
+        "groups",
+        "groups_unpermuted",
+        "auto",
+        "auto_unpermuted",
+        "torch_checkpoint",
+        "recompute",
+        "auto_checkpoint",
+        "torch_save_on_cpu",
+        "experts_save_on_cpu",
+        "experts_checkpoint",
+        "experts_both",
+        "both_attention",
+    ),
+    "window": ("nothing", "experts_leave"),
+    "zipf": ("nothing", "groups"),
+    "lengths": ("nothing", "groups"),
+}
+"""The rows of each work that run unless others are asked for."""
+
+
+def wrap_by_torch(model: moe.MixtureGPT, how: str, *, pinned: bool) -> None:
+    """Put torch's own context around each layer's forward, or around that of its experts."""
+    for block in model.blocks.values():
+        if how == "checkpoint":
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        else:
+            experts = block.mixture.experts
+            experts.forward = functools.partial(_saved_on_cpu, experts.forward, pinned)
+
+
+def _saved_on_cpu(forward: Callable[..., Any], pinned: bool, *arguments: Any) -> Any:
+    with torch.autograd.graph.save_on_cpu(pin_memory=pinned):
+        return forward(*arguments)
