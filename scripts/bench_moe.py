@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,16 @@ import torch  # noqa: E402
 import bench_model  # noqa: E402
 from bench import report  # noqa: E402
 from bench.run import NEEDS_GPU, Run, add_run_options, answer_child, hardware  # noqa: E402
-from mixtures import child  # noqa: E402
+from mixtures import child, configs  # noqa: E402
 from mixtures.child import MixtureRequest  # noqa: E402
+from mixtures.configs import ConfigRequest  # noqa: E402
 from mixtures.report import asked_lines, facts_line, note_line  # noqa: E402
 from mixtures.rows import ROWS, ROWS_OF  # noqa: E402
 from mixtures.work import TRANSFORMERS, WORKS, Work, tiny  # noqa: E402
 
 GB = 1e9
-ALL_WORKS = (*WORKS, "transformers")
+USUAL_WORKS = (*WORKS, "transformers")
+ALL_WORKS = (*USUAL_WORKS, "configs")
 _TRANSFORMERS_ROWS = ("nothing", "checkpoint", "hidden_states", "auto")
 _ZIPF_NOTHING = 30
 """Steps of the row nothing where others make 200."""
@@ -58,7 +60,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--work", default="all", help=f"comma-separated, of {', '.join(ALL_WORKS)}, or all (%(default)s)"
+        "--work",
+        default="all",
+        help=f"comma-separated, of {', '.join(ALL_WORKS)}; all is every one but configs (%(default)s)",
     )
     parser.add_argument(
         "--rows",
@@ -71,13 +75,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         default=0.5,
         help="share of nothing's saved bytes that groups and auto may keep on the device (%(default)s)",
     )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        nargs="+",
+        help=f"of the work configs: files (default: {', '.join(path.stem for path in configs.FILES)})",
+    )
     parser.add_argument("--layers", type=int, help="instead of each work's own")
     parser.add_argument("--samples", type=int, help="timed steps a row, instead of each work's own")
     parser.add_argument("--host-limit-gb", type=float, default=110.0, help="pinned bytes (%(default)s)")
     parser.add_argument("--no-gradients", action="store_true", help="leave out the comparison of gradients")
     add_run_options(parser, row_timeout_s=150.0)
     parsed = parser.parse_args(arguments)
-    parsed.works = ALL_WORKS if parsed.work == "all" else tuple(filter(None, parsed.work.split(",")))
+    parsed.works = USUAL_WORKS if parsed.work == "all" else tuple(filter(None, parsed.work.split(",")))
     if unknown := [name for name in parsed.works if name not in ALL_WORKS]:
         parser.error(f"unknown works {', '.join(unknown)}; known are {', '.join(ALL_WORKS)}")
     parsed.rows = None if parsed.rows is None else tuple(filter(None, parsed.rows.split(",")))
@@ -86,6 +96,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"unknown rows {', '.join(unknown)}; known are {', '.join(sorted(known))}")
     if not 0 < parsed.kept <= 1:
         parser.error(f"--kept is {parsed.kept}; it is a share, above 0 and at most 1")
+    try:
+        parsed.configs = [configs.read_config(path) for path in parsed.config or configs.FILES]
+    except ValueError as error:
+        parser.error(str(error))
     for name in ("layers", "samples"):
         given = getattr(parsed, name)
         if given is not None and given < 1:
@@ -176,6 +190,28 @@ def run_transformers(run: Run) -> None:
         _show(run, result | run.measure(request, run_row, here=args.tiny), done, None)
 
 
+def run_configs(run: Run) -> None:
+    """Each file's run, on four layers of the work `layer` unless --layers says otherwise."""
+    args, first = run.args, None
+    work = work_named("layer", args)
+    work = work if args.layers is not None or args.tiny else work.with_(layers=4)
+    print(f"configs: {work.layers} layers, {work.tokens:,} tokens a step, {configs.STEPS} steps of AdamW")
+    print(configs.header_line())
+    for config in args.configs:
+        request = ConfigRequest(
+            config=config,
+            work=work,
+            host_limit_bytes=round(args.host_limit_gb * GB),
+            steps=3 if args.tiny else configs.STEPS,
+            tiny=args.tiny,
+        )
+        result = {"row": config.name, "label": config.name, "work": "configs"}
+        result |= run.measure(request, run_row, here=args.tiny)
+        first = result if first is None and result["status"] == "ok" else first
+        print(configs.config_line(result, first), flush=True)
+        run.keep(result)
+
+
 _TINY_TRANSFORMERS: dict[str, Any] = {
     "hidden_size": 64,
     "moe_intermediate_size": 32,
@@ -210,10 +246,9 @@ def _show(run: Run, result: dict[str, Any], done: Rows, work: Work | None) -> No
 
 def run_row(request: Any) -> dict[str, Any]:
     """Whichever row is asked for."""
-    runs: Callable[[Any], dict[str, Any]] = (
-        child.run_row if isinstance(request, MixtureRequest) else bench_model.run_row
-    )
-    return runs(request)
+    if isinstance(request, ConfigRequest):
+        return configs.run_config(request)
+    return child.run_row(request) if isinstance(request, MixtureRequest) else bench_model.run_row(request)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -230,6 +265,8 @@ def main(arguments: list[str] | None = None) -> int:
         for name in args.works:
             if name == "transformers":
                 run_transformers(run)
+            elif name == "configs":
+                run_configs(run)
             else:
                 run_work(run, work_named(name, args))
         return run.end()
