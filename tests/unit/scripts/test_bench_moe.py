@@ -1,0 +1,164 @@
+"""scripts/bench_moe.py runs without a GPU: each row's gradients beside those of the plain one, tokens routed
+by Zipf's law, runs by files of switches, and what was asked beside what was found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bench_moe
+from mixtures import configs
+from mixtures.report import asked_lines
+from mixtures.rows import ROWS, ROWS_OF
+from mixtures.work import WORKS, ZipfGate
+
+
+def ran(tmp_path: Path, *arguments: str) -> dict[str, dict[str, Any]]:
+    """The rows of a tiny run, by name."""
+    out = tmp_path / "rows.json"
+    assert bench_moe.main(["--tiny", *arguments, "--out", str(out)]) == 0
+    return {row["row"]: row for row in json.loads(out.read_text())["results"]}
+
+
+def test_each_row_trains_the_same_model_and_its_gradients_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = ran(tmp_path, "--work", "layer")
+    assert [*rows] == [*ROWS_OF["layer"]]
+    verdicts = {name: row["gradients"]["verdict"] for name, row in rows.items()}
+    assert verdicts == {"nothing": "reference", **dict.fromkeys([*rows][1:], "bitwise")}
+    for name, row in rows.items():
+        if ROWS[name].moves:
+            assert row["engine"]["spill_bytes"] > 0, name
+    layers, rows_of_tokens, dim, hidden, item = 2, 32 * 4, 64, 64, 4
+    saved = {name: row["saved_bytes"] for name, row in rows.items()}
+    # each token once for each of its experts; and the first product, which is twice as wide as an expert
+    assert saved["nothing"] - saved["nothing_unpermuted"] == layers * rows_of_tokens * dim * item
+    first_products = layers * rows_of_tokens * 2 * hidden * item
+    assert saved["nothing"] - saved["experts_checkpoint"] == first_products
+    said = capsys.readouterr().out
+    assert "asked: groups at most 1.07 of nothing" in said
+    assert "after the forward" not in said, "a CPU tells no active bytes"
+
+
+def test_a_window_of_microbatches_and_lengths_that_vary_keep_every_bit(tmp_path: Path) -> None:
+    rows = ran(tmp_path, "--work", "window")
+    assert rows["experts_leave"]["gradients"]["verdict"] == "bitwise"
+    assert rows["experts_leave"]["engine"]["spill_bytes"] > 0
+    rows = ran(tmp_path, "--work", "lengths", "--samples", "6")
+    assert rows["groups"]["gradients"]["verdict"] == "bitwise"
+    left = {step["spill_bytes"] for step in rows["groups"]["samples"]}
+    assert len(left) > 1, "steps of one length"
+
+
+def test_the_loads_of_experts_follow_zipfs_law_and_change_owners_with_the_step() -> None:
+    experts, tokens = 8, 40_000
+    gate = ZipfGate(nn.Linear(4, experts, bias=False), layer=0)
+    nn.init.zeros_(gate.weight)
+    x = torch.randn(tokens, 4)
+    total = sum(1 / rank for rank in range(1, experts + 1))
+    law = [1 / rank / total for rank in range(1, experts + 1)]
+    busiest = set()
+    for step in range(6):
+        gate.drawn = step
+        logits = gate(x)
+        assert torch.equal(logits, gate(x)), "a recompute routes as the forward"
+        counts = torch.bincount(logits.argmax(-1), minlength=experts)
+        shares = sorted((counts / tokens).tolist(), reverse=True)
+        # three standard deviations of the largest share
+        assert shares == pytest.approx(law, abs=3 * (0.25 / tokens) ** 0.5)
+        busiest.add(int(counts.argmax()))
+    assert len(busiest) > 1
+
+
+def test_every_row_of_a_work_is_known() -> None:
+    assert set(ROWS_OF) == set(WORKS)
+    assert {name for rows in ROWS_OF.values() for name in rows} == set(ROWS)
+
+
+@pytest.mark.req("S3-96")
+def test_runs_by_files_of_switches_learn_the_same_and_print_memory_and_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = ran(tmp_path, "--work", "configs")
+    assert {"baseline", "fsdp_offload", "fsdp_offload_selective", "full_checkpoint"} < set(rows)
+    assert configs.STEPS == 15
+    losses = {(row["first_loss"], row["last_loss"]) for row in rows.values()}
+    assert len(losses) == 1
+    ((first, last),) = losses
+    assert last < first
+    assert rows["experts_offload"]["moved_bytes"] > 0
+    said = capsys.readouterr().out
+    assert "tokens/s" in said
+    assert "active GB" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[training]\nenable_offload = true", "unknown enable_offload; known are enable_activation_offload,"),
+        ("[training]\nenable_cpu_offload = 1", "enable_cpu_offload is 1, must be of <class 'bool'>"),
+        ("[activation_checkpoint]\nmode = 'half'", "mode is 'half', must be one of none, selective, full"),
+        ("[training", "Expected"),
+    ],
+)
+def test_a_file_of_switches_that_cannot_be_meant_is_refused(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        bench_moe.parse(["--work", "configs", "--config", str(path)])
+    shown = capsys.readouterr().err
+    assert f"{path}: " in shown
+    assert said in shown
+
+
+def row_of(step_ms: float, **more: Any) -> dict[str, Any]:
+    usual = {"step_ms": step_ms, "active_bytes": 100, "resident_bytes": 20, "forward_active_bytes": 100}
+    return {**usual, **more}
+
+
+def test_what_was_asked_is_reached_or_not_by_the_rows_of_the_run() -> None:
+    nothing = row_of(100.0)
+    rows = {"nothing": nothing, "groups": row_of(106.0, forward_active_bytes=60)}
+    rows["auto"] = row_of(106.0, forward_active_bytes=61)
+    rows["torch_save_on_cpu"] = row_of(404.0, active_bytes=60)
+    rows["experts_save_on_cpu"] = row_of(101.0, active_bytes=63)
+    rows["torch_checkpoint"] = row_of(132.0, active_bytes=50)
+    rows["recompute"] = row_of(120.0, active_bytes=51)
+    reached = {line.split()[1]: line.endswith(": reached") for line in asked_lines("layer", rows)}
+    assert reached == {"groups": True, "auto": False, "experts_save_on_cpu": True, "recompute": False}
+    (line,) = asked_lines("window", {"nothing": nothing, "experts_leave": row_of(105.1)})
+    assert line.endswith("found: 1.051: NOT reached")
+    zipf = row_of(100.0, pinned_growth=0, pinned_held=110, pinned_lent_peak=100, step_ms_max=131.0)
+    assert [
+        line.rpartition(": ")[2] for line in asked_lines("zipf", {"nothing": nothing, "groups": zipf})
+    ] == [
+        "reached",
+        "reached",
+        "NOT reached",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--work", "layer,dense"], "unknown works dense; known are layer, window,"),
+        (["--rows", "groups,trl"], "unknown rows trl; known are all, auto,"),
+        (["--kept", "0"], "--kept is 0.0; it is a share, above 0 and at most 1"),
+        (["--samples", "0"], "--samples is 0; it must be at least 1"),
+        (["--config", "missing.toml"], "missing.toml: [Errno 2]"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_the_first_row(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bench_moe.parse(arguments)
+    assert said in capsys.readouterr().err
