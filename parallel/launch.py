@@ -61,15 +61,25 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A rank that is up: its place, its device, and the group of all pipeline ranks."""
+    """A rank that is up: its place, its device, and its groups."""
 
     ranks: Ranks
     device: torch.device
     mesh: DeviceMesh
-    """One dimension, "pp"."""
+    """One dimension, "pp", and a second one, "ep", where ranks share experts."""
     group: dist.ProcessGroup
+    """The ranks of this rank's pipeline."""
     store: Store
     """Shared by all ranks; the engine counts a host's pinned bytes in it."""
+    experts: dist.ProcessGroup | None = None
+    """The ranks that have the same stages as this one and share their experts; None: each rank has all."""
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """The ranks of all pipelines."""
+        group = dist.group.WORLD
+        assert group is not None  # it is up
+        return group
 
 
 def ranks_from_environment() -> Ranks:
@@ -108,11 +118,18 @@ def choose_device(wanted: str, ranks: Ranks) -> torch.device:
 
 @contextmanager
 def launched(
-    ranks: Ranks, device: torch.device, *, timeout: float = 300.0, store: Store | None = None
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    timeout: float = 300.0,
+    store: Store | None = None,
+    expert_parallel: int = 1,
 ) -> Iterator[Rank]:
     """Bring this rank up, and down again after an orderly end.
 
     timeout: seconds that a message may take. store: where the ranks meet; None takes what torchrun says.
+    expert_parallel: so many ranks, one after the other, have the same stages and share their experts; it
+    divides all of them.
     After an exception nothing is torn down: whoever catches it has to end the process (`run_rank` does),
     since a group whose other ranks may be gone can only be waited for.
     """
@@ -132,13 +149,19 @@ def launched(
         dist.init_process_group(backend, timeout=limit)
     else:
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world, timeout=limit)
-    mesh = init_device_mesh(device.type, (ranks.world,), mesh_dim_names=("pp",))
+    sizes, names = (ranks.world,), ("pp",)
+    if expert_parallel > 1:
+        sizes, names = (ranks.world // expert_parallel, expert_parallel), ("pp", "ep")
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     group = mesh.get_group("pp")
+    experts = mesh.get_group("ep") if expert_parallel > 1 else None
     if device.type == "cuda":
         # NCCL makes a group's communicator at its first use, with all ranks; a schedule's first use may be by
         # two neighbours alone
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-    yield Rank(ranks, device, mesh, group, _get_default_store())
+        for one in (group, experts):
+            if one is not None:
+                dist.all_reduce(torch.zeros(1, device=device), group=one)
+    yield Rank(ranks, device, mesh, group, _get_default_store(), experts)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         dist.barrier(device_ids=[device.index])

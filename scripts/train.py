@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""The main job: a pipeline-parallel GPT learns real text while its saved activations travel to host memory
-and back.
+"""The main job: a pipeline-parallel GPT, dense or of experts, learns real text while its saved activations
+travel to host memory and back.
 
     torchrun --nproc-per-node 2 scripts/train.py --preset tiny --steps 20
     torchrun --nproc-per-node 2 scripts/train.py --schedule zbv --verify
@@ -8,6 +8,7 @@ and back.
     python scripts/train.py --offload-modules core_attn,attn_proj --plot step.png
     python scripts/train.py --offload auto --device-total-gb 40
     python scripts/train.py --offload watermark --high-gb 60
+    torchrun --nproc-per-node 4 scripts/train.py --preset moe --expert-parallel 2 --verify
 
 Without torchrun it is one process with one stage. On a machine without a GPU the copies are simulated, the
 results are not. One
@@ -51,7 +52,8 @@ def main(arguments: list[str], ranks: Ranks) -> int:
     text = read_text(options.data, tokens=options.model.sequence)
     if (options.verify or options.check_end) and device.type == "cuda":
         options = _deterministic(options)
-    with launched(ranks, device, timeout=options.timeout) as rank:
+    shared = options.expert_parallel
+    with launched(ranks, device, timeout=options.timeout, expert_parallel=shared) as rank:
         train(Job(options, rank, text), options, rank)
     return 0
 
@@ -143,7 +145,7 @@ def run_steps(
         if step == 0 and first:
             if reporter is not None:
                 reporter.clear_for_table()
-            print_offload_summary_table(job.manager.step_offload_bytes, process_group=rank.group)
+            print_offload_summary_table(job.manager.step_offload_bytes, process_group=rank.everyone)
         if options.eval_every and (step + 1) % options.eval_every == 0:
             losses = job.gathered(job.evaluate())
             if reporter is not None:
@@ -158,7 +160,7 @@ def _deterministic(options: Options) -> Options:
     any CUDA context exists."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    return dataclasses.replace(options, model=options.model.with_(math_attention=True))
+    return dataclasses.replace(options, model=options.model.deterministic())
 
 
 if __name__ == "__main__":

@@ -11,9 +11,11 @@ import os
 from pathlib import Path
 from typing import NoReturn
 
+import moe
 from offload.telemetry.drawing import require_matplotlib
 from parallel.schedules import SCHEDULES
-from parallel.transformer import GROUP_NAMES, PRESETS
+from parallel.transformer import GROUP_NAMES
+from training.models import MIXTURE, MIXTURE_OPTIONS, PRESETS
 
 __all__ = ["DTYPES", "read_arguments"]
 
@@ -27,6 +29,7 @@ MOST = 2**31 - 1
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("layers", "dim", "heads", "kv_heads", "ffn", "sequence"), (1, MOST)),
     **dict.fromkeys(("steps", "batch", "microbatches", "virtual_stages"), (1, MOST)),
+    **dict.fromkeys(("experts", "top_k", "expert_parallel"), (1, MOST)),
     "eval_every": (0, MOST),
     "check_end": (0, MOST),
     "seed": (0, 2**32 - 1),  # a batch is drawn from (seed << 32) + step, which torch takes as 64 bits
@@ -53,12 +56,19 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
                 f"--{name.replace('_', '-')} is {value}; it must be at least {least:,} and at most {most:,}"
             )
     _check_marks(given)
+    if given.experts_mode is not None and given.offload != "groups":
+        raise ValueError(f"--experts-mode {given.experts_mode} goes with --offload groups")
+    if given.preset != MIXTURE:
+        for name in MIXTURE_OPTIONS:
+            if getattr(given, name) is not None:
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} is of a mixture; give --preset {MIXTURE}, or leave it out")
     if given.lr is not None and not 0 < given.lr < 10:
         raise ValueError(f"--lr is {given.lr}; it must be above 0, and usually is below 0.01")
     if not given.offload_modules.replace(",", " ").strip():
         raise ValueError(
             f"--offload-modules {given.offload_modules!r} names no mark; give all, none, or some of "
-            f"{', '.join(GROUP_NAMES)}"
+            f"{', '.join(moe.GROUP_NAMES if given.preset == MIXTURE else GROUP_NAMES)}"
         )
     if given.compare == 1:
         raise ValueError("--compare 1 would show no spread; give at least 2 runs of each arm")
@@ -163,8 +173,10 @@ def _parser() -> argparse.ArgumentParser:
         ("dim", "width of the residual stream"),
         ("heads", "query heads"),
         ("kv-heads", "key and value heads"),
-        ("ffn", "width inside the MLP"),
+        ("ffn", "width inside the MLP, or inside an expert"),
         ("sequence", "tokens of a sequence"),
+        ("experts", "of a mixture: experts of a layer"),
+        ("top-k", "of a mixture: experts that each token goes to"),
     ):
         model.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
     model.add_argument(
@@ -207,6 +219,12 @@ def _parser() -> argparse.ArgumentParser:
         help="stages a rank (default: 1, or 2 where the schedule interleaves)",
     )
     pipeline.add_argument(
+        "--expert-parallel",
+        type=int,
+        metavar="N",
+        help="of a mixture: ranks that have the same stages and share their experts (default: 1)",
+    )
+    pipeline.add_argument(
         "--device",
         choices=["auto", "cuda", "cpu"],
         default="auto",
@@ -247,7 +265,19 @@ def _parser() -> argparse.ArgumentParser:
         "--offload-modules",
         default="all",
         metavar="A,B",
-        help=f"all, none, or some of {', '.join(GROUP_NAMES)} (default: all)",
+        help=f"all, none, or some of {', '.join(GROUP_NAMES)}; of a mixture: {', '.join(moe.GROUP_NAMES)} "
+        "(default: all)",
+    )
+    offload.add_argument(
+        "--experts-mode",
+        choices=["save_on_cpu", "checkpoint", "both"],
+        help="of a mixture: what the experts save leaves, or is recomputed, or is recomputed from inputs "
+        "that leave",
+    )
+    offload.add_argument(
+        "--input-kept",
+        choices=["permuted", "unpermuted"],
+        help="of a mixture: the experts' input once for each expert of a token, or once (default: permuted)",
     )
     offload.add_argument(
         "--min-offloaded-tensor-size", type=int, metavar="N", help="elements; smaller saved tensors stay"

@@ -76,8 +76,9 @@ class Arm:
 
 
 def known(losses: Sequence[float]) -> float:
-    """The loss among those of all ranks, most of which have none."""
-    return next((loss for loss in losses if not math.isnan(loss)), math.nan)
+    """The mean of the losses of all ranks, most of which have none: only the last stages do."""
+    found = [loss for loss in losses if not math.isnan(loss)]
+    return statistics.fmean(found) if found else math.nan
 
 
 def why_nothing_left(options: Options, arm: Arm) -> str:

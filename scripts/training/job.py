@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from moe import names_of_this_rank
 from offload import HybridDeviceOptimizer, Report, Trace, apply, configure, report, tracing
 from parallel.host import reserve_host_together
 from parallel.launch import Rank
 from parallel.order import actions_of, peak_chunks
 from parallel.schedules import build_schedule, stages_of
 from parallel.stage import OffloadPipelineStage
-from parallel.transformer import build_stage_module, stage_examples
 from training.figures import EndCheck, RankFigures
 from training.options import Options, fraction_without_room
 from training.text import Text
@@ -42,16 +42,17 @@ class Job:
     def __init__(self, options: Options, rank: Rank, text: Text) -> None:
         self.options, self.rank, self.text = options, rank, text
         _check_same_text(text, rank)
-        spec, ranks = options.schedule, rank.ranks
-        self.num_stages = ranks.world * options.virtual_stages
-        indices = stages_of(spec, rank=ranks.rank, ranks=ranks.world, virtual_stages=options.virtual_stages)
+        spec = options.schedule
+        place, pipeline = dist.get_rank(rank.group), dist.get_world_size(rank.group)
+        self.num_stages = pipeline * options.virtual_stages
+        indices = stages_of(spec, rank=place, ranks=pipeline, virtual_stages=options.virtual_stages)
         self.modules = {
-            index: build_stage_module(
-                options.model, index, self.num_stages, device=rank.device, dtype=options.dtype
+            index: options.model.build(
+                index, self.num_stages, device=rank.device, dtype=options.dtype, experts=rank.experts
             )
             for index in indices
         }
-        limits = options.offload_config(rank=ranks.rank, simulated=rank.device.type == "cpu")
+        limits = options.offload_config(rank=place, simulated=rank.device.type == "cpu")
         self.manager = configure(
             limits,
             device="sim" if rank.device.type == "cpu" else str(rank.device),
@@ -77,7 +78,7 @@ class Job:
                 )
         self.stages = [self._stage(index, module) for index, module in self.modules.items()]
         self.schedule = build_schedule(spec, self.stages, microbatches=options.microbatches, loss_fn=_loss)
-        self.actions = actions_of(self.schedule, ranks.rank)
+        self.actions = actions_of(self.schedule, place)
         self.manager.set_order(self.actions)
         self.optimizer = self._new_optimizer()
         self.trace: Trace | None = None
@@ -97,7 +98,7 @@ class Job:
         expected = int(
             peak_chunks(self.actions) * layers * self.options.saved_bytes_of_layer * self.options.fraction
         )
-        reserve_host_together(self.manager, min(expected, _most_reserved(self.rank)), self.rank.group)
+        reserve_host_together(self.manager, min(expected, _most_reserved(self.rank)), self.rank.everyone)
 
     def start_again(self) -> None:
         """Put parameters, optimizer and peaks back to where the run began, for the second arm of a
@@ -153,14 +154,12 @@ class Job:
     def take_report(self) -> None:
         """The engine's report of all ranks, unless it was taken before. Blocks until all ranks call."""
         if self.report is None:
-            self.report = report(gather=True, process_group=self.rank.group)
+            self.report = report(gather=True, process_group=self.rank.everyone)
 
     def evaluate(self) -> float:
         """The mean loss on held-out text; nan on ranks without the last stage."""
-        batch = self.text.held_out_batch(
-            self.options.batch * self.options.microbatches, self.options.model.sequence
-        )
-        return self._run(self.schedule.eval, batch)
+        batch = self.text.held_out_batch(self._sequences, self.options.model.sequence)
+        return self._run(self.schedule.eval, self._mine(batch))
 
     def saved_bytes_if_all_stayed(self) -> int:
         """The peak of what the marks save when nothing may leave: one more step, whose gradients are thrown
@@ -176,7 +175,7 @@ class Job:
         """What each rank gives, on rank 0; elsewhere nothing. Blocks until all have given it."""
         first = self.rank.ranks.rank == 0
         everything: list[Any] | None = [None] * self.rank.ranks.world if first else None
-        dist.gather_object(mine, everything, group=self.rank.group, group_dst=0)
+        dist.gather_object(mine, everything, group=self.rank.everyone, group_dst=0)
         return everything or []
 
     # ---- inside a step ----
@@ -184,15 +183,41 @@ class Job:
     def _forward_backward(self, batch: tuple[Tensor, Tensor]) -> float:
         loss = self._run(self.schedule.step, batch)
         self.manager.step_end()
+        self._average_gradients()
         if self.rank.device.type == "cuda":
             torch.cuda.synchronize(self.rank.device)
         return loss
 
+    def _average_gradients(self) -> None:
+        """Of all weights but the experts', whose gradients are those of all ranks' tokens already."""
+        group = self.rank.experts
+        if group is None:
+            return
+        for module in self.modules.values():
+            own = set(names_of_this_rank(module))
+            for name, parameter in module.named_parameters():
+                if name not in own and parameter.grad is not None:
+                    dist.all_reduce(parameter.grad, group=group)
+                    parameter.grad /= group.size()
+
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         options = self.options
-        return self.text.batch(
-            options.batch * options.microbatches, options.model.sequence, seed=options.seed, step=step
-        )
+        batch = self.text.batch(self._sequences, options.model.sequence, seed=options.seed, step=step)
+        return self._mine(batch)
+
+    @property
+    def _sequences(self) -> int:
+        """Of a step, on all ranks."""
+        return self.options.batch * self.options.microbatches * self.options.expert_parallel
+
+    def _mine(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Of a batch, the sequences of this rank's pipeline: ranks that share experts have tokens of their
+        own."""
+        group = self.rank.experts
+        if group is None:
+            return batch
+        tokens, targets = (part.chunk(group.size())[group.rank()] for part in batch)
+        return tokens, targets
 
     def _run(self, run: Any, batch: tuple[Tensor, Tensor]) -> float:
         tokens, targets = (part.to(self.rank.device) for part in batch)
@@ -295,13 +320,8 @@ class Job:
 
     def _stage(self, index: int, module: nn.Module) -> OffloadPipelineStage:
         options = self.options
-        inputs, outputs = stage_examples(
-            options.model,
-            index,
-            self.num_stages,
-            batch=options.batch,
-            sequence=options.model.sequence,
-            dtype=options.dtype,
+        inputs, outputs = options.model.examples(
+            index, self.num_stages, batch=options.batch, dtype=options.dtype
         )
         return OffloadPipelineStage(
             module,
@@ -389,7 +409,7 @@ def _most_reserved(rank: Rank) -> int:
 def _check_same_text(text: Text, rank: Rank) -> None:
     """The first stage reads the inputs and the last the targets: both from their own host's files."""
     fingerprints: list[Any] = [None] * rank.ranks.world
-    dist.all_gather_object(fingerprints, text.fingerprint, group=rank.group)
+    dist.all_gather_object(fingerprints, text.fingerprint, group=rank.everyone)
     if len(set(fingerprints)) > 1:
         raise ValueError(
             f"the ranks read different text ({', '.join(map(str, fingerprints))}); give all of them the same "

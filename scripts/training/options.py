@@ -18,14 +18,8 @@ import torch
 from offload import OffloadConfig
 from parallel.launch import Ranks
 from parallel.schedules import ScheduleSpec, check_counts, schedule_named
-from parallel.transformer import (
-    PRESETS,
-    TransformerConfig,
-    group_names,
-    layers_of_stage,
-    saved_bytes_of_layer,
-)
 from training.arguments import read_arguments
+from training.models import MIXTURE, MIXTURE_OPTIONS, Dense, Mixture, Model
 
 __all__ = ["Options", "fraction_without_room", "read_options"]
 
@@ -49,6 +43,7 @@ class Recipe:
 
 RECIPES = {
     "tiny": Recipe(batch=4, microbatches=4, lr=3e-3, warmup=1, min_elements=4096),
+    "moe": Recipe(batch=4, microbatches=4, lr=3e-3, warmup=1, min_elements=4096),
     "small": Recipe(batch=1, microbatches=8, lr=1e-3, warmup=10, min_elements=1 << 16),
     "medium": Recipe(batch=1, microbatches=8, lr=3e-4, warmup=50, min_elements=1 << 20),
     "large": Recipe(batch=1, microbatches=8, lr=1e-4, warmup=50, min_elements=1 << 20),
@@ -60,11 +55,13 @@ class Options:
     """One training run."""
 
     preset: str
-    model: TransformerConfig
+    model: Model
     schedule: ScheduleSpec
     virtual_stages: int
     microbatches: int
     batch: int
+    expert_parallel: int
+    """Ranks that share each layer's experts, each with sequences of its own."""
     steps: int
     lr: float
     warmup: int
@@ -100,15 +97,13 @@ class Options:
 
     @property
     def tokens(self) -> int:
-        """Tokens a step."""
-        return self.batch * self.microbatches * self.model.sequence
+        """Tokens a step, on all ranks."""
+        return self.batch * self.microbatches * self.model.sequence * self.expert_parallel
 
     @property
     def saved_bytes_of_layer(self) -> int:
         """About what the marks of one layer save for one microbatch."""
-        return saved_bytes_of_layer(
-            self.model, batch=self.batch, sequence=self.model.sequence, dtype=self.dtype
-        )
+        return self.model.saved_bytes_of_layer(batch=self.batch, dtype=self.dtype)
 
     def offload_config(self, *, rank: int = 0, simulated: bool = False) -> OffloadConfig:
         """The engine's limits.
@@ -133,16 +128,17 @@ def read_options(arguments: list[str], ranks: Ranks) -> Options:
     recipe = RECIPES[given.preset]
     model = _model(given)
     schedule = schedule_named(given.schedule)
+    pipeline = _pipeline_ranks(given, ranks)
     virtual_stages = (
         given.virtual_stages if given.virtual_stages is not None else schedule.default_virtual_stages
     )
     microbatches = (
         given.microbatches
         if given.microbatches is not None
-        else _enough(schedule, recipe.microbatches, ranks.world * virtual_stages)
+        else _enough(schedule, recipe.microbatches, pipeline * virtual_stages)
     )
-    check_counts(schedule, ranks=ranks.world, virtual_stages=virtual_stages, microbatches=microbatches)
-    layers_of_stage(model, 0, ranks.world * virtual_stages)
+    check_counts(schedule, ranks=pipeline, virtual_stages=virtual_stages, microbatches=microbatches)
+    model.check_stages(pipeline * virtual_stages)
     for name in ("verify", "plot"):
         if getattr(given, name) and not (model.offload_modules or given.offload != "groups"):
             raise ValueError(f"--{name} needs something that is offloaded; --offload-modules is none")
@@ -153,6 +149,7 @@ def read_options(arguments: list[str], ranks: Ranks) -> Options:
         virtual_stages=virtual_stages,
         microbatches=microbatches,
         batch=_or(given.batch, recipe.batch),
+        expert_parallel=_or(given.expert_parallel, 1),
         steps=given.steps,
         lr=_or(given.lr, recipe.lr),
         warmup=recipe.warmup,
@@ -181,11 +178,26 @@ def read_options(arguments: list[str], ranks: Ranks) -> Options:
     return options
 
 
-def _model(given: argparse.Namespace) -> TransformerConfig:
+def _model(given: argparse.Namespace) -> Model:
     sizes = {name: getattr(given, name) for name in ("layers", "dim", "heads", "kv_heads", "ffn", "sequence")}
     changes: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
     modules = given.offload_modules if given.offload == "groups" else "none"
-    return PRESETS[given.preset].with_(**changes, seed=given.seed, offload_modules=group_names(modules))
+    if given.preset == MIXTURE:
+        return Mixture.of(
+            changes, given.seed, modules, {name: getattr(given, name) for name in MIXTURE_OPTIONS}
+        )
+    return Dense.of(given.preset, changes, given.seed, modules)
+
+
+def _pipeline_ranks(given: argparse.Namespace, ranks: Ranks) -> int:
+    """Of one pipeline: all of them, or a share where some have the same stages."""
+    shared = _or(given.expert_parallel, 1)
+    if ranks.world % shared:
+        raise ValueError(
+            f"--expert-parallel {shared} does not divide {ranks.world} ranks, which make pipelines of equal "
+            "length; take a divisor, or start another number of ranks"
+        )
+    return ranks.world // shared
 
 
 def fraction_without_room(*, state_bytes: int, other_bytes: int, device_bytes: int) -> float:

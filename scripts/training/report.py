@@ -106,12 +106,14 @@ def summary(
 ) -> str:
     """The run in a few lines, and the engine's report. checks: of --check-end, by rank."""
     last = arm.steps[-1]
-    stages = len(last) * options.virtual_stages
+    stages = len(last) // options.expert_parallel * options.virtual_stages
+    shared = options.expert_parallel
     lines = [
         f"{len(arm.steps)} steps of {options.tokens:,} tokens on {len(last)} rank{'s' * (len(last) > 1)}: "
         f"{options.schedule.name}, "
         f"{stages} stage{'s' * (stages > 1)}, {options.microbatches} microbatches of {options.batch}; "
-        f"{source}",
+        + f"{shared} ranks share the experts; " * (shared > 1)
+        + source,
         f"loss       {arm.loss(0):.3f} at first, {arm.loss(len(arm.steps) - 1):.3f} at last"
         + "".join(f"; held out {loss:.3f} after {step + 1}" for step, loss in arm.evaluations[-1:]),
         f"speed      {arm.typical_seconds * 1e3:,.0f} ms a step, {options.tokens / arm.typical_seconds:,.0f} "

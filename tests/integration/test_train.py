@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from parallel.schedules import SCHEDULES
 from tests.forks import LONG_S, Ended, forked, forked_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,6 +233,55 @@ def test_split_backward_trains_alone_with_every_gradient_verified(schedule: str)
     code, output, errors = run(["--steps", "2", "--verify", "--schedule", schedule, *SMALL])
     assert code == 0, errors
     assert "bit for bit what it is without offload" in output
+
+
+MIXTURE = ["--preset", "moe", *SMALL, "--ffn", "32", "--experts", "4", "--steps", "2", "--verify"]
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "1f1b"])
+def test_a_mixture_trains_alone_under_each_schedule_with_every_gradient_verified(schedule: str) -> None:
+    """1f1b is that of the next tests."""
+    code, output, errors = run([*MIXTURE, "--schedule", schedule, "--steps", "1"])
+    assert code == 0, errors
+    assert "every gradient of all 1 steps is bit for bit what it is without offload" in output
+    assert "expert_fc1" in output
+    assert "moe_act" in output
+
+
+@pytest.mark.parametrize("mode", ["save_on_cpu", "checkpoint", "both"])
+def test_a_mixture_trains_alone_in_each_mode_of_its_experts(mode: str, tmp_path: Path) -> None:
+    telemetry = tmp_path / "steps.jsonl"
+    more = ["--experts-mode", mode, "--offload-modules", "core_attn", "--telemetry", str(telemetry)]
+    code, output, errors = run([*MIXTURE, *more])
+    assert code == 0, errors
+    assert "every gradient of all 2 steps is bit for bit what it is without offload" in output
+    groups = output.partition("last step, by group")[2].partition("never leaves")[0]
+    assert ("experts" in groups) is (mode != "checkpoint")
+    assert "expert_fc1" not in output
+
+
+def test_ranks_share_the_experts_in_two_pipelines_and_learn_as_one_rank_does(tmp_path: Path) -> None:
+    """Two pipelines of two stages; each pair of ranks with the same stages has half of the experts each, and
+    sequences of its own. One rank has the sequences of both."""
+    shared, alone = tmp_path / "shared.jsonl", tmp_path / "alone.jsonl"
+    more = ["--expert-parallel", "2", "--schedule", "zbv", "--microbatches", "4"]
+    code, output, errors = run([*MIXTURE, *more, "--telemetry", str(shared)], ranks=4)
+    assert code == 0, errors
+    assert "every gradient of all 2 steps is bit for bit what it is without offload" in output
+    assert "on 4 ranks: zbv, 4 stages, 4 microbatches of 2; 2 ranks share the experts" in output
+    assert "Rank 3" in output
+    steps = lines_of(shared)
+    for step in steps:
+        assert len(step["ranks"]) == 4
+        assert all(rank["engine"]["spill_bytes"] > 0 for rank in step["ranks"])
+    twice = ["--batch", "4", "--microbatches", "4", "--telemetry", str(alone)]
+    code, _, errors = run([*MIXTURE, *twice])
+    assert code == 0, errors
+    expected = lines_of(alone)
+    assert [step["tokens"] for step in steps] == [step["tokens"] for step in expected]
+    # the same sums in another order, and an auxiliary loss of other microbatches
+    assert [step["loss"] for step in steps] == pytest.approx([step["loss"] for step in expected], rel=1e-3)
+    assert steps[1]["loss"] < steps[0]["loss"]
 
 
 def test_wrong_gradient_is_named_and_ends_the_job(tmp_path: Path) -> None:

@@ -40,6 +40,34 @@ TWO = Ranks(0, 2, 0, 2)
             rf"no layer has the mark 'attention'; the marks are {GROUP_NAMES[0]}, .*{GROUP_NAMES[-1]}",
         ),
         (["--offload-modules", "attn_proj"], "choose core_attn too"),
+        (
+            ["--preset", "moe", "--offload-modules", "mlp_fc1"],
+            r"'?mlp_fc1'?, which is no mark of a layer; the marks are attn_norm, .*moe_act",
+        ),
+        (["--preset", "moe", "--offload-modules", ","], "names no mark; give all, none, .* moe_act"),
+        (
+            ["--preset", "moe", "--experts-mode", "both", "--offload-modules", "moe_act"],
+            "experts_mode='both' decides about all that the experts save",
+        ),
+        (
+            ["--preset", "moe", "--experts-mode", "both", "--offload", "auto"],
+            "--experts-mode both goes with --offload groups",
+        ),
+        (["--experts", "4"], "--experts is of a mixture; give --preset moe, or leave it out"),
+        (["--expert-parallel", "2"], "--expert-parallel is of a mixture"),
+        (
+            ["--preset", "moe", "--expert-parallel", "3"],
+            "8 experts cannot be shared equally by --expert-parallel 3 ranks",
+        ),
+        (
+            ["--preset", "moe", "--expert-parallel", "4"],
+            "--expert-parallel 4 does not divide 2 ranks",
+        ),
+        (["--preset", "moe", "--top-k", "9"], "top_k is 9, and there are 8 experts"),
+        (
+            ["--preset", "moe", "--expert-parallel", "2", "--input-kept", "unpermuted"],
+            "--input-kept unpermuted with --expert-parallel 2: rows arrive once for each expert",
+        ),
         (["--data", "no/such/file"], "--data no/such/file: there is no such file"),
         (["--telemetry", "no/such/folder/steps.jsonl"], "there is no folder .*no/such/folder"),
         (

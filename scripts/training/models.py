@@ -1,0 +1,221 @@
+"""What is trained: a GPT of dense layers, or one of mixtures of experts, by the same calls.
+
+One invariant: a model says by itself what its stages are, what they are given and return, and about what they
+save; nothing else of the job knows which of the two it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import moe
+from parallel import transformer
+from parallel.transformer import TransformerConfig
+
+__all__ = ["MIXTURE", "MIXTURE_OPTIONS", "PRESETS", "Dense", "Mixture", "Model"]
+
+MIXTURE = "moe"
+"""The preset of a mixture."""
+PRESETS: Mapping[str, TransformerConfig | moe.MixtureConfig] = {
+    **transformer.PRESETS,
+    MIXTURE: moe.MixtureConfig(
+        dim=128,
+        layers=4,
+        heads=4,
+        kv_heads=2,
+        expert_hidden=128,
+        experts=8,
+        top_k=2,
+        sequence=256,
+        balance="loss",
+    ),
+}
+MIXTURE_OPTIONS = ("experts", "top_k", "experts_mode", "input_kept", "expert_parallel")
+"""Options of the command line that only a mixture has."""
+_OF_EXPERTS = frozenset({"expert_fc1", "moe_act"})
+
+
+class Model(Protocol):
+    """What the job asks of either."""
+
+    @property
+    def sequence(self) -> int: ...
+
+    @property
+    def offload_modules(self) -> frozenset[str]:
+        """Marks that are set, or a mode that moves what the experts save."""
+
+    def check_stages(self, num_stages: int) -> None:
+        """Raises ValueError if the layers do not fill them."""
+
+    def deterministic(self) -> Model:
+        """The same with attention whose bits are the same every time."""
+
+    def build(
+        self,
+        stage: int,
+        num_stages: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        experts: dist.ProcessGroup | None,
+    ) -> nn.Module: ...
+
+    def examples(
+        self, stage: int, num_stages: int, *, batch: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """What goes into a stage and what comes out, as meta tensors."""
+
+    def saved_bytes_of_layer(self, *, batch: int, dtype: torch.dtype) -> int:
+        """About the bytes that a layer's marks save for a microbatch: to reserve host memory by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """parallel.transformer's."""
+
+    config: TransformerConfig
+
+    @classmethod
+    def of(cls, preset: str, sizes: Mapping[str, Any], seed: int, marks: str) -> Dense:
+        """marks: all, none, or names of some."""
+        names = transformer.group_names(marks)
+        return cls(transformer.PRESETS[preset].with_(**sizes, seed=seed, offload_modules=names))
+
+    @property
+    def sequence(self) -> int:
+        return self.config.sequence
+
+    @property
+    def offload_modules(self) -> frozenset[str]:
+        return self.config.offload_modules
+
+    def check_stages(self, num_stages: int) -> None:
+        transformer.layers_of_stage(self.config, 0, num_stages)
+
+    def deterministic(self) -> Dense:
+        return Dense(self.config.with_(math_attention=True))
+
+    def build(
+        self,
+        stage: int,
+        num_stages: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        experts: dist.ProcessGroup | None,
+    ) -> nn.Module:
+        assert experts is None
+        return transformer.build_stage_module(self.config, stage, num_stages, device=device, dtype=dtype)
+
+    def examples(
+        self, stage: int, num_stages: int, *, batch: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        return transformer.stage_examples(
+            self.config, stage, num_stages, batch=batch, sequence=self.sequence, dtype=dtype
+        )
+
+    def saved_bytes_of_layer(self, *, batch: int, dtype: torch.dtype) -> int:
+        return transformer.saved_bytes_of_layer(self.config, batch=batch, sequence=self.sequence, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """moe's."""
+
+    config: moe.MixtureConfig
+    placement: moe.Placement
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, Any], seed: int, marks: str, given: Mapping[str, Any]) -> Mixture:
+        """sizes: as a dense model has them; ffn is the width inside an expert. marks: all, none, or names of
+        some. given: values of MIXTURE_OPTIONS, None where left out."""
+        named = {"expert_hidden" if name == "ffn" else name: size for name, size in sizes.items()}
+        named |= {name: given[name] for name in ("experts", "top_k") if given[name] is not None}
+        config = PRESETS[MIXTURE].with_(**named, seed=seed)
+        assert isinstance(config, moe.MixtureConfig)
+        mode = given["experts_mode"]
+        every = frozenset(moe.GROUP_NAMES) - (_OF_EXPERTS if mode else frozenset())
+        chosen = frozenset(name.strip() for name in marks.split(",") if name.strip())
+        names = {"all": every, "none": frozenset[str]()}.get(marks.strip(), chosen)
+        placement = moe.Placement(
+            offload_modules=names, experts_mode=mode, input_kept=given["input_kept"] or "permuted"
+        )
+        ranks = given["expert_parallel"] or 1
+        if config.experts % ranks:
+            raise ValueError(
+                f"{config.experts} experts cannot be shared equally by --expert-parallel {ranks} ranks; take "
+                "a divisor, or another --experts"
+            )
+        if ranks > 1 and placement.input_kept == "unpermuted":
+            raise ValueError(
+                f"--input-kept unpermuted with --expert-parallel {ranks}: rows arrive once for each expert, "
+                "so there is no smaller input to keep; take permuted"
+            )
+        return cls(config, placement)
+
+    @property
+    def sequence(self) -> int:
+        return self.config.sequence
+
+    @property
+    def offload_modules(self) -> frozenset[str]:
+        return self.placement.marks().chosen
+
+    def check_stages(self, num_stages: int) -> None:
+        moe.layers_of_stage(self.config, 0, num_stages)
+
+    def deterministic(self) -> Mixture:
+        return replace(self, config=self.config.with_(math_attention=True))
+
+    def build(
+        self,
+        stage: int,
+        num_stages: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        experts: dist.ProcessGroup | None,
+    ) -> nn.Module:
+        placement = self.placement
+        return moe.build_stage_module(
+            self.config,
+            stage,
+            num_stages,
+            group=experts,
+            device=device,
+            dtype=dtype,
+            offload_modules=placement.offload_modules,
+            experts_mode=placement.experts_mode,
+            input_kept=placement.input_kept,
+        )
+
+    def examples(
+        self, stage: int, num_stages: int, *, batch: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        return moe.stage_examples(
+            self.config, stage, num_stages, batch=batch, sequence=self.sequence, dtype=dtype
+        )
+
+    def saved_bytes_of_layer(self, *, batch: int, dtype: torch.dtype) -> int:
+        config, k = self.config, self.config.top_k
+        width, key_width = config.heads * config.channels, config.key_heads * config.channels
+        rows = k * config.dim if self.placement.input_kept == "permuted" else config.dim
+        first = 2 * k * config.expert_hidden
+        channels = {
+            "attn_norm": 2 * config.dim,
+            "qkv_linear": config.dim,
+            "core_attn": 2 * width + 2 * key_width + config.heads,
+            "attn_proj": width,
+            "mlp_norm": 2 * config.dim,
+            "expert_fc1": rows,
+            "moe_act": first,
+            "experts": rows + (0 if self.placement.recomputes else first),
+        }
+        return batch * self.sequence * dtype.itemsize * sum(channels[name] for name in self.offload_modules)
