@@ -264,24 +264,24 @@ def test_ranks_share_the_experts_in_two_pipelines_and_learn_as_one_rank_does(tmp
     """Two pipelines of two stages; each pair of ranks with the same stages has half of the experts each, and
     sequences of its own. One rank has the sequences of both."""
     shared, alone = tmp_path / "shared.jsonl", tmp_path / "alone.jsonl"
-    more = ["--expert-parallel", "2", "--schedule", "zbv", "--microbatches", "4"]
+    more = ["--expert-parallel", "2", "--schedule", "zbv", "--microbatches", "4", "--steps", "3"]
     code, output, errors = run([*MIXTURE, *more, "--telemetry", str(shared)], ranks=4)
     assert code == 0, errors
-    assert "every gradient of all 2 steps is bit for bit what it is without offload" in output
+    assert "every gradient of all 3 steps is bit for bit what it is without offload" in output
     assert "on 4 ranks: zbv, 4 stages, 4 microbatches of 2; 2 ranks share the experts" in output
     assert "Rank 3" in output
     steps = lines_of(shared)
     for step in steps:
         assert len(step["ranks"]) == 4
         assert all(rank["engine"]["spill_bytes"] > 0 for rank in step["ranks"])
-    twice = ["--batch", "4", "--microbatches", "4", "--telemetry", str(alone)]
+    twice = ["--batch", "4", "--microbatches", "4", "--steps", "3", "--telemetry", str(alone)]
     code, _, errors = run([*MIXTURE, *twice])
     assert code == 0, errors
     expected = lines_of(alone)
     assert [step["tokens"] for step in steps] == [step["tokens"] for step in expected]
-    # the same sums in another order, and an auxiliary loss of other microbatches
-    assert [step["loss"] for step in steps] == pytest.approx([step["loss"] for step in expected], rel=1e-3)
-    assert steps[1]["loss"] < steps[0]["loss"]
+    # the same sums in another order; gradients that are not averaged are 3e-3 off in the third step
+    assert [step["loss"] for step in steps] == pytest.approx([step["loss"] for step in expected], rel=1e-4)
+    assert steps[-1]["loss"] < steps[0]["loss"]
 
 
 def test_wrong_gradient_is_named_and_ends_the_job(tmp_path: Path) -> None:
