@@ -18,6 +18,7 @@ import logging
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["grouped_outer", "grouped_product"]
 
@@ -68,11 +69,12 @@ def _takes(device: str, dtype: torch.dtype, aligned: bool) -> bool:
     takes = aligned and dtype in (torch.bfloat16, torch.float16, torch.float32)
     why = f"{dtype}" if aligned else "a width that is no multiple of 16 bytes"
     if takes:
-        ends = torch.tensor([16, 32], dtype=torch.int32, device=device)
-        x = torch.zeros(32, 16, device=device, dtype=dtype)
         try:
-            functional.grouped_mm(x, x.view(2, 16, 16), offs=ends)
-            functional.grouped_mm(x.t(), x, offs=ends)
+            with _disable_current_modes():  # a selective checkpoint would count the trial, and once only
+                ends = torch.tensor([16, 32], dtype=torch.int32, device=device)
+                x = torch.zeros(32, 16, device=device, dtype=dtype)
+                functional.grouped_mm(x, x.view(2, 16, 16), offs=ends)
+                functional.grouped_mm(x.t(), x, offs=ends)
         except (AttributeError, NotImplementedError, RuntimeError) as error:
             takes, why = False, str(error).split("\n")[0]
     if not takes and device != "cpu":
