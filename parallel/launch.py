@@ -149,12 +149,11 @@ def launched(
         dist.init_process_group(backend, timeout=limit)
     else:
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world, timeout=limit)
-    sizes, names = (ranks.world,), ("pp",)
-    if expert_parallel > 1:
-        sizes, names = (ranks.world // expert_parallel, expert_parallel), ("pp", "ep")
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    shared = (expert_parallel,) if expert_parallel > 1 else ()
+    names = ("pp", "ep")[: 1 + len(shared)]
+    mesh = init_device_mesh(device.type, (ranks.world // expert_parallel, *shared), mesh_dim_names=names)
     group = mesh.get_group("pp")
-    experts = mesh.get_group("ep") if expert_parallel > 1 else None
+    experts = mesh.get_group("ep") if shared else None
     if device.type == "cuda":
         # NCCL makes a group's communicator at its first use, with all ranks; a schedule's first use may be by
         # two neighbours alone
