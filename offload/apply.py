@@ -224,8 +224,8 @@ def apply(
     modules: patterns of modules inside blocks, such as ["*.self_attn", "*.mlp.act_fn"]: each is a group of
         its own, and the rest of its block stays. For mode "groups". With `blocks`, only those inside these.
     device_limit, host_limit: bytes, or text such as "8GB" or "500 MiB"; device_limit also "60%" of the GPU.
-        As device_limit_bytes and host_limit_bytes of OffloadConfig: they hold for the process. Only "groups",
-        "selective" and "auto" keep tensors on the device because a limit leaves room for them.
+        As device_limit_bytes and host_limit_bytes of OffloadConfig: they hold for the process. Only "groups"
+        and "selective" keep tensors on the device because a limit leaves room for them.
     min_numel: elements; a smaller tensor stays. None takes min_offloaded_tensor_size of the config, 1 Mi by
         default; where every tensor may leave (True, "legacy", "disk", "watermark") it is 512.
     device_total: for mode "auto": all active bytes on the GPU, weights, gradients and working set included;
@@ -243,9 +243,10 @@ def apply(
     host_reserve: as host_reserve_bytes of OffloadConfig: bytes of host memory that are pinned now. Without
         it the first steps pin, and what finds no host memory meanwhile stays on the device.
 
-    Raises ValueError for anything that cannot be: no blocks, a pattern that matches nothing, modules that are
-    applied already, a mode beside another that it excludes, a directory that cannot be written. Nothing has
-    changed then. Blocks the host while memory is pinned, if limits are given; else never.
+    Raises ValueError for anything that cannot be: no blocks, a pattern that matches nothing, an argument that
+    the mode has no use for, modules that are applied already, a mode beside another that it excludes, a
+    directory that cannot be written. Nothing has changed then. Blocks the host while memory is pinned, if
+    limits are given; else never.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"apply got a {type(model).__name__}, must be a torch.nn.Module")
