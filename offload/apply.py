@@ -19,7 +19,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal, ParamSpec, Protocol
@@ -96,12 +96,10 @@ class Applied:
         self._model = weakref.ref(model)
         self._name = type(model).__name__
         self._root = root
-        self._pairs: list[HookPair] = []
         self._start = None if root is None else ReportStart(marks.default_manager(), "apply")
-        self._checkpointing_off: list[nn.Module] = []
         self._auto: Auto | None = None
         self._caching: list[Any] = []  # configs of transformers whose use_cache was switched off
-        self._limits_end: Callable[[], object] | None = None  # of a mode that limits transfers
+        self._undo = ExitStack()  # all else that it has changed
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -142,12 +140,7 @@ class Applied:
                 "the forward has returned"
             )
         self._root = None
-        for pair in self._pairs:
-            pair.remove()
-        self._pairs.clear()
-        _steps.discard(root)
-        if self._limits_end is not None:
-            self._limits_end()
+        self._undo.close()
         taken = self._taken
         for module in [module for module, handle in taken.items() if handle is self]:
             del taken[module]
@@ -158,12 +151,10 @@ class Applied:
             for config in self._caching:
                 if not any(config is held for held in others):
                     config.use_cache = True
-            for module in self._checkpointing_off:
-                module.gradient_checkpointing = True  # type: ignore[assignment]
 
     def _hook(self, module: nn.Module, calls: Calls) -> None:
         assert self._root is not None
-        self._pairs.append(HookPair(module, calls.enter, calls.leave, self._root.calls))
+        self._undo.callback(HookPair(module, calls.enter, calls.leave, self._root.calls).remove)
         self._taken[module] = self
 
     @property
@@ -309,6 +300,7 @@ def apply(
     )
     handle = Applied(model, mode, groups, root)
     _steps.add(root)
+    handle._undo.callback(_steps.discard, root)
     handle._hook(model, root)
     contexts = selective_contexts_of(root) if mode == "selective" else None
     root.watch = Watch(warns=recompute_differs == "warn", moves=mode == "auto", never=never)
@@ -317,8 +309,9 @@ def apply(
     handle._auto = auto
     if auto is not None:
         auto.models += 1
-        handle._limits_end = ends = weakref.finalize(model, auto.end)
+        ends = weakref.finalize(model, auto.end)
         ends.atexit = False
+        handle._undo.callback(ends)
     for named in whole.values():
         for name, module in named.items():
             handle._hook(module, GroupCalls(root, name, None, block=True))
@@ -341,8 +334,9 @@ def apply(
         share.bound("max_spilling_bytes", 1)
         share.bound("max_restoring_bytes", 0)
         share.bound("half_room_bytes", 0)
-        handle._limits_end = share.end
-    handle._checkpointing_off = mind_adapters(model, mode)
+        handle._undo.callback(share.end)
+    for module in mind_adapters(model, mode):
+        handle._undo.callback(setattr, module, "gradient_checkpointing", True)
     return handle
 
 
