@@ -71,9 +71,7 @@ class MembersBefore:
     def in_place(self) -> Iterator[None]:
         """The recompute runs inside; at the end, by an exception too, tensors and modes of now are back."""
         exchanged: list[tuple[_Places, str, torch.Tensor]] = []
-        toggled = [
-            tensor for _, _, tensor, required in self._members if tensor.requires_grad is not required
-        ]
+        toggled = [tensor for _, _, tensor, required in self._members if tensor.requires_grad is not required]
         switched = [owner for owner, training in self._training if owner.training is not training]
         try:
             for owner in switched:

@@ -9,7 +9,7 @@ parameters in one call.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ __all__ = [
     "is_fused_adam",
     "made_for_cpu",
     "may_fail_half_way",
-    "refuse_closures",
     "state_names",
     "step_alone",
     "steps_each_alone",
@@ -50,17 +49,6 @@ def checked_class(name: str, cls: object, kwargs: Mapping[str, Any]) -> type[Opt
         raise ValueError(
             f"{name} {cls.__name__} cannot be made with {_written(kwargs)}: {error}; it takes {known}"
         ) from error
-    return cls
-
-
-def refuse_closures(name: str, cls: type[Optimizer]) -> type[Optimizer]:
-    """The class, if it steps without a closure. Raises ValueError."""
-    closure = inspect.signature(cls.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"{name} {cls.__name__} needs a closure in every step and calls it several times; give a class "
-            "that steps once a gradient, or offload_fraction=0"
-        )
     return cls
 
 
@@ -103,17 +91,19 @@ def steps_each_alone(cls: type[Optimizer]) -> bool:
     return cls in _EACH_ALONE
 
 
-def step_alone(optimizer: Optimizer) -> None:
+def step_alone(optimizer: Optimizer, *closure: Callable[[], Any]) -> Any:
     """A step of an optimizer inside another: without the hooks that are for all optimizers, which the outer
     one has called (torch.optim.optimizer.register_optimizer_step_pre_hook)."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
+    arguments = (optimizer, *closure)
     for hook in optimizer._optimizer_step_pre_hooks.values():
-        hook(optimizer, (optimizer,), {})
-    step(optimizer)
+        hook(optimizer, arguments, {})
+    found = step(*arguments)
     for post_hook in optimizer._optimizer_step_post_hooks.values():
-        post_hook(optimizer, (optimizer,), {})
+        post_hook(optimizer, arguments, {})
+    return found
 
 
 def is_elementwise(cls: type[Optimizer]) -> bool:

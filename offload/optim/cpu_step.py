@@ -46,13 +46,11 @@ __all__ = ["CpuBucket", "CpuPart"]
 class CpuBucket(HostBucket):
     """One bucket, with the weights that it holds as leaves of a CPU optimizer.
 
-    whole: the leaves have the parameters' shapes and are never cut. wide: gradients arrive in the master's
-    dtype, cast on the device: for one optimizer that steps all buckets at once. Else they arrive as they are,
-    and `scratch` holds them in the master's dtype while the bucket is stepped.
+    whole: the leaves have the parameters' shapes and are never cut. Gradients arrive as they
+    are, and `scratch` holds them in the master's dtype while the bucket is stepped.
     """
 
     whole: bool
-    wide: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,8 +104,7 @@ class CpuBucket(HostBucket):
         return count
 
     def _as_copied(self, gradient: Tensor, member: ParamView) -> Tensor:
-        cast = self.wide or gradient.dtype != member.dtype
-        return gradient.to(self.master_dtype) if cast else gradient
+        return gradient if gradient.dtype == member.dtype else gradient.to(self.master_dtype)
 
     def set_gradients(self, gradients: Mapping[int, Tensor]) -> None:
         super().set_gradients(gradients)
@@ -155,10 +152,6 @@ class CpuBucket(HostBucket):
                 gradient = scratch.narrow(0, piece.start - self.layout.start, piece.numel).copy_(gradient)
             leaf.grad = gradient.as_strided(leaf.shape, leaf.stride(), gradient.storage_offset())
 
-    def unload_gradients(self) -> None:
-        for leaf in self.leaves:
-            leaf.grad = None
-
     def give_back(self) -> None:
         """Send the new weights; the host has waited for the old ones. Blocks the host: never."""
         device = self.device
@@ -174,13 +167,18 @@ class CpuBucket(HostBucket):
     def step(self, scratch: Tensor | None) -> None:
         """Wait for the gradients, step, and send the weights back, for an optimizer of this bucket alone. The
         job of a worker."""
+        self.step_on_host(scratch)
+        self.give_back()
+
+    def step_on_host(self, scratch: Tensor | None) -> None:
+        """Wait for the gradients, and step. Blocks the host."""
         assert self.optimizer is not None
         try:
             self.load_gradients(scratch)
             step_alone(self.optimizer)
         finally:
-            self.unload_gradients()
-        self.give_back()
+            for leaf in self.leaves:
+                leaf.grad = None
 
 
 class CpuPart(HostPart[CpuBucket]):
@@ -192,21 +190,16 @@ class CpuPart(HostPart[CpuBucket]):
         self, engine: OffloadEngine, options: HostOptions, cls: type[Optimizer], kwargs: Mapping[str, Any]
     ) -> None:
         whole = not is_fused_adam(cls)
-        new_bucket = functools.partial(CpuBucket, whole=whole, wide=not options.overlap)
+        new_bucket = functools.partial(CpuBucket, whole=whole)
         super().__init__(engine, options, new_bucket, whole=whole)
         self._new_optimizer: Callable[..., Optimizer] = functools.partial(cls, **kwargs)
-        self.of_all: Optimizer | None = None
-        """The one optimizer of all buckets, without overlap."""
         self.scratch: Tensor | None = None
         """Room for the gradients of one bucket in the master's dtype, where they come in another."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """With overlap one a bucket, so that copies and steps of different buckets go on together; else one
-        for all."""
-        return list(
-            dict.fromkeys(bucket.optimizer for bucket in self.buckets if bucket.optimizer is not None)
-        )
+        """One a bucket, so that copies and steps of different buckets go on together."""
+        return [bucket.optimizer for bucket in self.buckets if bucket.optimizer is not None]
 
     def _specs(self, dtype: torch.dtype, master_dtype: torch.dtype) -> list[FlatSpec]:
         size, pinned = master_dtype.itemsize, self.options.pin_params
@@ -220,25 +213,13 @@ class CpuPart(HostPart[CpuBucket]):
     def regroup(self, groups: Sequence[UserGroup]) -> None:
         super().regroup(groups)
         narrow = [bucket.layout.numel for bucket in self.buckets if bucket.section.has("weight")]
-        if narrow and self.options.overlap:
+        if narrow:
             self.scratch = torch.empty(max(narrow), dtype=torch.float32, device="cpu")
-        if self.options.overlap:
-            for bucket in self.buckets:
-                bucket.bind(self._grouped(bucket.optimizer, [bucket], groups))
-        elif self.buckets:
-            self.of_all = self._grouped(self.of_all, self.buckets, groups)
-            for bucket in self.buckets:
-                bucket.bind(self.of_all)
-
-    def _grouped(
-        self, optimizer: Optimizer | None, buckets: Sequence[CpuBucket], groups: Sequence[UserGroup]
-    ) -> Optimizer:
-        leaves: dict[int, list[Tensor]] = {}
-        for bucket in buckets:
-            for member, leaf in zip(bucket.members, bucket.leaves, strict=True):
-                leaves.setdefault(member.index, []).append(leaf)
-        # workers read what the user may already change
-        return follow_groups(optimizer, self._new_optimizer, leaves, groups, live=not self.options.overlap)
+        for bucket in self.buckets:
+            pairs = zip(bucket.members, bucket.leaves, strict=True)
+            leaves = {member.index: [leaf] for member, leaf in pairs}
+            # workers read what the user may already change
+            bucket.bind(follow_groups(bucket.optimizer, self._new_optimizer, leaves, groups, live=False))
 
     def reorder(self, member: ParamView, before: tuple[int, ...]) -> None:
         super().reorder(member, before)
@@ -246,11 +227,11 @@ class CpuPart(HostPart[CpuBucket]):
             bucket.follow_strides(position)
 
     def inside(self) -> list[tuple[Optimizer, list[tuple[ParamView, Tensor]]]]:
-        tensors: dict[Optimizer, list[tuple[ParamView, Tensor]]] = {}
-        for bucket in self.buckets if self.whole else ():
-            assert bucket.optimizer is not None
-            tensors.setdefault(bucket.optimizer, []).extend(zip(bucket.members, bucket.leaves, strict=True))
-        return list(tensors.items())
+        return [
+            (bucket.optimizer, list(zip(bucket.members, bucket.leaves, strict=True)))
+            for bucket in self.buckets
+            if self.whole and bucket.optimizer is not None
+        ]
 
     def forget(self, member: ParamView) -> None:
         for bucket, position in self._pieces_of[member.index]:

@@ -42,7 +42,6 @@ from offload.optim.classes import (
     checked_class,
     defaults_of,
     may_fail_half_way,
-    refuse_closures,
     steps_each_alone,
 )
 from offload.optim.in_place import build_in_place
@@ -60,16 +59,12 @@ logger = speaker(__name__)
 REPLACED = {"overlap_backward": "backward", "step_in_backward": "backward"}
 """Arguments of before, and the overlap that does what they asked for."""
 
-_NOT_CALLED = ("zero_grad", "state_dict", "load_state_dict")
-"""Methods of a wrapped class that this one has itself."""
-
 
 class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
     """See the module. The positional arguments, and what they mean, are those of Megatron-core's class of
     this name."""
 
     _built = False
-    _has_said_closure = False
 
     def __init__(
         self,
@@ -155,18 +150,9 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
             return
         defaults: dict[str, Any] = {}
         for argument, cls in (("cpu_optimizer_cls", cpu_cls), ("gpu_optimizer_cls", gpu_cls)):
-            defaults |= defaults_of(refuse_closures(argument, checked_class(argument, cls, kwargs)), kwargs)
+            defaults |= defaults_of(checked_class(argument, cls, kwargs), kwargs)
         atomic = may_fail_half_way(cpu_cls, kwargs) if atomic_step is None else atomic_step
         alone = steps_each_alone(cpu_cls)
-        for cls in dict.fromkeys((cpu_cls, gpu_cls)):
-            own = [name for name in _NOT_CALLED if getattr(cls, name) is not getattr(Optimizer, name)]
-            if own:
-                logger.warning(
-                    "%s has %s of its own, which this optimizer does not call: what it does there is left "
-                    "out",
-                    cls.__name__,
-                    " and ".join(f"{name}()" for name in own),
-                )
         workers = overlap_cpu_optimizer_d2h_h2d and not atomic and alone
         if 0 < offload_fraction < 1 and not alone:
             if cpu_cls is gpu_cls:
@@ -250,33 +236,21 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         """What only the wrapped class has, where one optimizer steps all, as schedule-free's train() and
         eval(): its methods find the weights of now, and what they write is in the model after."""
         placed = vars(self).get("placed")
-        found = getattr(placed.sole if placed else None, name, None) if not name.startswith("_") else None
+        whole = placed.whole if placed and not name.startswith("_") else None
+        found = getattr(whole.optimizer if whole else None, name, None)
         if found is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return self._on_weights(found) if callable(found) else found
+        return functools.partial(self._runner.called, found) if callable(found) else found
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As `__getattr__`: what only the wrapped class has is set there."""
-        sole = self.placed.sole if self._built else None
+        whole = self.placed.whole if self._built else None
+        sole = whole.optimizer if whole else None
         theirs = not (name.startswith("_") or name in vars(self) or hasattr(type(self), name))
         if theirs and hasattr(sole, name):
             setattr(sole, name, value)
         else:
             super().__setattr__(name, value)
-
-    def _on_weights(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            self._runner.take_changes()
-            masters = [(member.parameter, self.placed.master_of(member)) for member in self.members]
-            found = method(*arguments, **keywords)
-            with torch.no_grad():
-                for parameter, master in masters:
-                    if master is not parameter:
-                        local_of(parameter).copy_(local_of(master))
-            return found
-
-        return call
 
     # -- Megatron's attributes -------------------------------------------------------------------------------
     @property
@@ -356,20 +330,13 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         worker failed, or if a gradient cannot be used, before anything is stepped; CaptureError in a graph
         under capture, unless nothing is offloaded."""
         self._runner.refuse_in_capture("step()")
-        loss = None
-        if closure is not None:
-            if not self._has_said_closure and not all(map(steps_each_alone, self._classes)):
-                self._has_said_closure = True
-                logger.warning(
-                    "the closure is evaluated once before the step, and %s gets none: a class that calls it "
-                    "in between, as SAM does, steps otherwise than alone",
-                    self._classes[0].__name__,
-                )
+        loss, whole = None, self.placed.whole is not None
+        if closure is not None and not whole:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._runner.step(self.max_grad_norm)
-        return loss
+            found = self._runner.step(self.max_grad_norm, closure if whole else None)
+        return found if whole else loss
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, total: Tensor | None = None
@@ -388,7 +355,16 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, for `decoupled_grad` too. Zeroing in place waits for what still reads the gradients."""
         self._runner.drop_gradients(set_to_none)
-        super().zero_grad(set_to_none)
+        if (own := self._own("zero_grad")) is not None:
+            self._runner.called(own, set_to_none)
+        else:
+            super().zero_grad(set_to_none)
+
+    def _own(self, name: str) -> Callable[..., Any] | None:
+        """The method of the one class that is called as it is alone, where it overrides torch's."""
+        whole = self.placed.whole
+        overrides = whole is not None and getattr(self._classes[0], name) is not getattr(Optimizer, name)
+        return getattr(whole.optimizer, name) if whole is not None and overrides else None
 
     def synchronize_parameters(self) -> None:
         """Let the current lane's work from here on see the new weights. Blocks the host until the step under
@@ -438,13 +414,19 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         """As torch's, with a copy of what is on the host, and "hybrid": places, share and layout. Numbers,
         strings and tensors only. All state is on the host once some of it is: torch.distributed.checkpoint
         takes one device only."""
-        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
-        try:
-            packed = super().state_dict()
-        finally:
-            self._optimizer_state_dict_post_hooks = hooks
-        copy_to_host(self.placed, self.param_groups, packed["state"])
-        packed["hybrid"] = self.placed.describe()
+        with self._steps.stepping:
+            if (own := self._own("state_dict")) is not None:
+                return dict(self._runner.called(own))
+            hooks, self._optimizer_state_dict_post_hooks = (
+                self._optimizer_state_dict_post_hooks,
+                OrderedDict(),
+            )
+            try:
+                packed = super().state_dict()
+            finally:
+                self._optimizer_state_dict_post_hooks = hooks
+            copy_to_host(self.placed, self.param_groups, packed["state"])
+            packed["hybrid"] = self.placed.describe()
         for hook in hooks.values():
             packed = hook(self, packed) or packed
         return packed
@@ -460,11 +442,11 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
             if not self.placed.is_grouped_as(self.param_groups):
                 self._steps.settle()
                 self._runner.regroup()
-            order = matched(self.placed, self.param_groups, loaded)
+            whole, own = self.placed.whole, self._own("load_state_dict")
+            order = matched(self.placed, self.param_groups, loaded) if own is None else {}
             self._runner.forget_step()
-            one_class = self._classes[0] is self._classes[1]
-            if one_class and (sole := self.placed.sole) is not None:
-                self._load_by_class(sole, order, loaded)
+            if whole is not None and whole.optimizer is not None:
+                self._load_by_class(whole.optimizer, order, loaded)
             else:
                 self._load(order, loaded)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -474,7 +456,8 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         self, optimizer: Optimizer, order: Mapping[Any, ParamView], loaded: Mapping[str, Any]
     ) -> None:
         """As the class itself loads, of a copy, where one optimizer steps all."""
-        state = deepcopy(loaded["state"])
+        given = deepcopy({key: value for key, value in loaded.items() if key != "hybrid"})
+        state = given.get("state", {})
         for key in order.keys() & state.keys():
             state[key] = {
                 name: _local(value)
@@ -482,7 +465,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
                 if name != MASTER or self.param_update_in_fp32
             }
         inside = optimizer.param_groups
-        optimizer.load_state_dict({"state": state, "param_groups": loaded["param_groups"]})
+        self._runner.called(optimizer.load_state_dict, given)
         for group, new in zip(self.param_groups, optimizer.param_groups, strict=True):
             _replace(group, new)
         optimizer.param_groups = inside

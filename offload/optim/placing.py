@@ -136,10 +136,10 @@ class Placement:
         self.cpu = CpuPart(engine, options.host, *on_cpu)
         self.streamed = StreamedPart(engine, options.host)
         one = not options.offload_fraction and options.cpu_cls is options.gpu_cls
-        self.on_gpu = ResidentPart(options.gpu_cls, options.kwargs, options.host)
-        self.on_host = self.on_gpu if one else ResidentPart(*on_cpu, options.host)
+        self.on_gpu = ResidentPart(options.gpu_cls, options.kwargs, options.host, on_host=False)
+        self.on_host = self.on_gpu if one else ResidentPart(*on_cpu, options.host, on_host=True)
         self._parts: dict[Place, CpuPart | StreamedPart | ResidentPart] = {
-            Place.CPU: self.cpu,
+            Place.CPU: self.cpu if steps_each_alone(options.cpu_cls) else self.on_host,
             Place.STREAMED: self.streamed,
             Place.GPU: self.on_gpu,
             Place.HOST_RESIDENT: self.on_host,
@@ -196,7 +196,6 @@ class Placement:
         sizes = [member.whole_numel * member.dtype.itemsize for member in offloaded]
         for member, place in zip(offloaded, choose_places(sizes, self.cpu_share), strict=True):
             self.places[member.index] = place if member.numel else Place.CPU
-        self._refuse_divided(members)
         for part in self.parts:
             part.add([member for member in members if self.part_of(member) is part])
         self._next += len(members)
@@ -223,19 +222,6 @@ class Placement:
         """The parts that step something where it is."""
         return [part for part in dict.fromkeys((self.on_gpu, self.on_host)) if part.optimizer is not None]
 
-    def _refuse_divided(self, new: Sequence[ParamView]) -> None:
-        """Raises ValueError if a class that may look at all of its parameters gets some of them only."""
-        options = self._options
-        if not steps_each_alone(options.cpu_cls):
-            parts = {self.part_of(member) for member in (*self.members, *new)}
-            if options.cpu_cls is not options.gpu_cls:
-                parts.discard(self.on_gpu)
-            if len(parts) > 1:
-                raise ValueError(
-                    f"{options.cpu_cls.__name__} may look at all parameters at once, and some are on the "
-                    f"host, some on {self._engine.device.name}; use offload_fraction=0, or move them together"
-                )
-
     def _let_go(self) -> None:
         """Forget parameters that have left their group: the last of a section frees memory."""
         for member in [member for member in self.members if member.index not in self.groups]:
@@ -254,11 +240,17 @@ class Placement:
     def sole(self) -> Optimizer | None:
         """The one optimizer of a class that is not torch's."""
         cpu_cls, gpu_cls = self._options.cpu_cls, self._options.gpu_cls
-        on_host, on_gpu = self.on_host.optimizer, self.on_gpu.optimizer
-        for optimizer, cls in ((self.cpu.of_all, cpu_cls), (on_host, cpu_cls), (on_gpu, gpu_cls)):
-            if optimizer is not None and not steps_each_alone(cls):
-                return optimizer
+        for part, cls in ((self.on_host, cpu_cls), (self.on_gpu, gpu_cls)):
+            if part.optimizer is not None and not steps_each_alone(cls):
+                return part.optimizer
         return None
+
+    @property
+    def whole(self) -> ResidentPart | None:
+        """The part that has all parameters, of a class that is not torch's: it is called as it is alone."""
+        same = self._options.cpu_cls is self._options.gpu_cls
+        found = (part for part in self.resident if same and part.optimizer is self.sole)
+        return next(found, None)
 
     def inside(self) -> list[tuple[Optimizer, list[tuple[ParamView, Tensor]]]]:
         """The optimizers whose classes keep the state themselves, and what each steps of which parameter."""

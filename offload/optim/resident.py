@@ -1,8 +1,9 @@
-"""Parameters stepped where they are: those that stay on the device, and those that are on the host while the
-device is a GPU.
+"""Parameters that one optimizer steps as whole tensors: those that stay on the device, those that are on the
+host while the device is a GPU, and all of a class that may look at all of its parameters.
 
-One invariant: what the optimizer class is given is the parameter itself, or its float32 master, so any class
-does here what it does alone.
+One invariant: the class is given the parameter itself, its float32 master, or its copy on the host, with its
+gradient; weights and gradients are the model's again when it returns, and while its closure runs. So any
+class does here what it does alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.optim.classes import step_alone
+from offload.optim.classes import step_alone, steps_each_alone
 from offload.optim.groups import UserGroup, follow_groups
 from offload.optim.parts import HostOptions, Part
 from offload.params.view import ParamView, laid_like, local_of, update_master
@@ -24,27 +25,30 @@ __all__ = ["ResidentPart"]
 
 
 class ResidentPart(Part):
-    """One optimizer over parameters in place."""
+    """One optimizer over whole tensors. on_host: parameters of the device are stepped as copies on the host,
+    in pageable memory."""
 
     def __init__(
-        self,
-        cls: type[Optimizer],
-        kwargs: Mapping[str, Any],
-        options: HostOptions,
+        self, cls: type[Optimizer], kwargs: Mapping[str, Any], options: HostOptions, *, on_host: bool
     ) -> None:
         super().__init__()
         self._new_optimizer: Callable[..., Optimizer] = functools.partial(cls, **kwargs)
         self._options = options
+        self._on_host = on_host
+        self._may_write_all = not steps_each_alone(cls)
         self.optimizer: Optimizer | None = None
-        self._inner: dict[int, Tensor] = {}  # by index: the parameter, or its float32 master
+        self._inner: dict[int, Tensor] = {}  # by index: what is stepped
+        self._fetched: dict[int, tuple[Tensor | None, Tensor | None]] = {}  # gradients before and in a call
 
     def add(self, members: Sequence[ParamView]) -> None:
         for member in members:
             self.members[member.index] = member
-            dtype = self._options.master_dtype(member)
-            self._inner[member.index] = (
-                member.parameter if dtype == member.dtype else member.parameter.detach().to(dtype, copy=True)
-            )
+            inner, dtype = member.parameter, self._options.master_dtype(member)
+            if self._on_host and member.device.owns(local_of(inner).detach()):
+                inner = local_of(inner).detach().to("cpu", dtype, copy=True)
+            elif dtype != member.dtype:
+                inner = inner.detach().to(dtype, copy=True)
+            self._inner[member.index] = inner
 
     def regroup(self, groups: Sequence[UserGroup]) -> None:
         if self._inner:
@@ -52,48 +56,68 @@ class ResidentPart(Part):
             self.optimizer = follow_groups(self.optimizer, self._new_optimizer, tensors, groups, live=True)
 
     def has_master(self, member: ParamView) -> bool:
-        return self._inner[member.index] is not member.parameter
+        return self._inner[member.index].dtype != member.dtype
 
     def master(self, member: ParamView) -> Tensor:
         return self._inner[member.index]
 
     @torch.no_grad()
+    def fetch(self, gradients: Mapping[int, Tensor]) -> None:
+        """Give the class's tensors the model's weights and these gradients, by parameter; one that is missing
+        is None. Blocks the host for what is on a device."""
+        for index, inner in self._inner.items():
+            parameter, gradient = self.members[index].parameter, gradients.get(index)
+            if inner is not parameter and (gradient is not None or self._may_write_all):
+                self.refresh_master(self.members[index])
+                inner.requires_grad_(parameter.requires_grad)
+            if gradient is not None and gradient.layout is torch.strided:
+                here = gradient if local_of(inner) is not inner else local_of(gradient)
+                gradient = laid_like(inner, here.to(inner.device, inner.dtype))
+            self._fetched[index] = inner.grad, gradient
+            if inner.grad is not gradient:
+                inner.grad = gradient
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Give the model the weights, and the gradients that the class may have written."""
+        for index, (before, gradient) in list(self._fetched.items()):
+            member, inner = self.members[index], self._inner[index]
+            found, parameter = inner.grad, member.parameter
+            if inner is not parameter:
+                if self._may_write_all:
+                    member.write_gradient(found)
+                if self._may_write_all or gradient is not None:  # of whom has none autograd need not know
+                    to = local_of(parameter) if gradient is not None else local_of(parameter).data
+                    to.copy_(local_of(inner))
+            if found is gradient and gradient is not before:
+                inner.grad = before
+            del self._fetched[index]
+
     def step(self, gradients: Mapping[int, Tensor]) -> None:
         """gradients: by parameter, in its shape; one that is missing is not stepped."""
-        if self.optimizer is None:
-            return
-        replaced: list[tuple[Tensor, Tensor | None]] = []
-        for index, inner in self._inner.items():
-            gradient = gradients.get(index)
-            if gradient is not None and gradient.layout is torch.strided:
-                gradient = laid_like(inner, gradient.to(inner.dtype))
-                self.refresh_master(self.members[index])
-            if inner.grad is not gradient:
-                replaced.append((inner, inner.grad))
-                inner.grad = gradient
-        try:
-            step_alone(self.optimizer)
-        finally:
-            for inner, before in replaced:
-                inner.grad = before
-        for index, member in self.members.items():
-            if self.has_master(member) and index in gradients:
-                member.parameter.copy_(self._inner[index])
+        if self.optimizer is not None:
+            self.fetch(gradients)
+            try:
+                step_alone(self.optimizer)
+            finally:
+                self.give_back()
 
     @torch.no_grad()
     def refresh_master(self, member: ParamView) -> None:
+        inner, weights = local_of(self._inner[member.index]), local_of(member.parameter).detach()
         if self.has_master(member):
-            update_master(local_of(self._inner[member.index]), local_of(member.parameter).detach())
+            update_master(inner, weights.to(inner.device))
+        elif self._inner[member.index] is not member.parameter:
+            inner.copy_(weights)
 
     def reorder(self, member: ParamView, before: tuple[int, ...]) -> None:
-        """As Part: a master, and its state, lie as the weights lie now. Where the parameter itself is stepped
-        its class decides what becomes of the state."""
-        if self.has_master(member):
-            inner = self._inner[member.index]
+        """As Part: what is no parameter itself lies as the weights lie now, and so does its state. Where the
+        parameter itself is stepped its class decides what becomes of the state."""
+        inner = self._inner[member.index]
+        if inner is not member.parameter:
             assert self.optimizer is not None
-            state = self.optimizer.state.get(inner, {})
-            inner.data = laid_like(member.parameter, inner.data)
-            for name, value in state.items():
+            inner.data = laid_like(local_of(member.parameter), inner.data)
+            for name, value in (state := self.optimizer.state.get(inner, {})).items():
                 if isinstance(value, Tensor) and value.shape == inner.shape:
                     state[name] = laid_like(inner, value)
 

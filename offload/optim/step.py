@@ -12,6 +12,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,10 +21,12 @@ from torch import Tensor, nn
 from offload.client import Client
 from offload.engine import OffloadEngine
 from offload.optim.backward import BackwardSteps
+from offload.optim.classes import step_alone
 from offload.optim.entries import UserState
 from offload.optim.placing import Placement, PlacingOptions
 from offload.optim.ranks import clip_, several_ranks, total_norm
-from offload.optim.stepping import HostedSteps
+from offload.optim.resident import ResidentPart
+from offload.optim.stepping import HostedSteps, undone_on_error
 from offload.optim.touch import AwaitedWeight, WeightWatch, await_all, weakly
 from offload.params.view import ParamView, count_write, laid_out_as
 from offload.telemetry.records import ClientStats
@@ -190,10 +193,65 @@ class StepRunner(Client):
         self.placed.refuse_shared_memory()
         self.placed.refresh()
 
-    def step(self, max_grad_norm: float | None) -> None:
-        """As HybridDeviceOptimizer.step. max_grad_norm: None does not clip."""
+    def step(self, max_grad_norm: float | None, closure: Callable[[], Any] | None) -> Any:
+        """As HybridDeviceOptimizer.step. max_grad_norm: None does not clip. closure: for a class that is
+        called as it is alone."""
         with self.steps.stepping:
-            self._step(max_grad_norm)
+            if (whole := self.placed.whole) is None:
+                return self._step(max_grad_norm)
+            return self._step_whole(whole, max_grad_norm, closure)
+
+    def called(self, method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """What a method of the class of the one optimizer returns, which finds weights, gradients and state
+        of now, and whose writes are the model's."""
+        with self.steps.stepping:
+            self.take_changes()
+            whole = self.placed.whole
+            assert whole is not None
+            whole.fetch(self._gradients())
+            try:
+                return method(*arguments, **keywords)
+            finally:
+                whole.give_back()
+                self.state.note_step()
+
+    def _step_whole(
+        self, whole: ResidentPart, max_grad_norm: float | None, closure: Callable[[], Any] | None
+    ) -> Any:
+        """The class's own step, as it is alone, closure and all."""
+
+        def fetch() -> None:
+            if max_grad_norm is not None:
+                self.clip(max_grad_norm, 2.0, None)
+            whole.fetch(self._gradients())
+
+        def evaluate() -> Any:
+            self.steps.torn = False
+            whole.give_back()
+            assert closure is not None
+            loss = closure()
+            with torch.no_grad():
+                fetch()
+            self.steps.torn = not self._atomic
+            return loss
+
+        self._begin()
+        fetch()
+        self.state.note_step()
+        assert whole.optimizer is not None
+        try:
+            self.steps.torn = not self._atomic
+            with undone_on_error([whole.optimizer]) if self._atomic else nullcontext():
+                loss = step_alone(whole.optimizer, *([evaluate] if closure is not None else []))
+            self.steps.torn = True
+        except BaseException as error:
+            self.steps.torn &= not isinstance(error, Exception)
+            raise
+        finally:
+            whole.give_back()
+        gradients = self._gradients()
+        self._end_step(gradients, [member for member in self.placed.members if member.index in gradients])
+        return loss
 
     def _step(self, max_grad_norm: float | None) -> None:
         stepped = self.backward.stepped

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from typing import NoReturn
 
@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from offload.device import Event, Lane
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError, OffloadError
-from offload.optim.classes import step_alone
 from offload.optim.cpu_step import CpuBucket, CpuPart
 from offload.optim.host_part import HostBucket
 from offload.optim.streamed_step import StreamedBucket, StreamedPart
@@ -132,17 +131,12 @@ class HostedSteps:
         made = self._release()
         for bucket in on_cpu:
             bucket.copy_gradients(made)
-        try:
+        optimizers = [bucket.optimizer for bucket in on_cpu if bucket.optimizer is not None]
+        self.torn = not atomic
+        with undone_on_error(optimizers) if atomic else nullcontext():
             for bucket in on_cpu:
-                bucket.load_gradients(self._cpu.scratch)
-            self.torn = not atomic
-            if (optimizer := self._cpu.of_all) is not None:  # without a gradient too: it may count
-                with _undone_on_error(optimizer) if atomic else nullcontext():
-                    step_alone(optimizer)
-            self.torn = True
-        finally:
-            for bucket in on_cpu:
-                bucket.unload_gradients()
+                bucket.step_on_host(self._cpu.scratch)
+        self.torn = True
         step_resident()
         for other in streamed:
             other.set_gradients(flats)
@@ -351,20 +345,34 @@ def _nothing_of(index: int) -> None:
 
 
 @contextmanager
-def _undone_on_error(optimizer: Optimizer) -> Iterator[None]:
-    """The optimizer steps all or nothing: an exception puts back the weights that have a gradient, state and
-    groups. An error is raised as an OffloadError."""
+def undone_on_error(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """The optimizers step all or nothing: an exception puts back weights, state and groups. An error is
+    raised as an OffloadError."""
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(_put_back_on_error(optimizer))
+        try:
+            yield
+        except Exception as error:
+            raise OffloadError(
+                f"the step failed in {type(optimizers[0]).__name__} ({type(error).__name__}: {error}); "
+                "weights and state are those of the last whole step"
+            ) from error
+
+
+@contextmanager
+def _put_back_on_error(optimizer: Optimizer) -> Iterator[None]:
     groups = optimizer.param_groups
     said = deepcopy([{key: value for key, value in group.items() if key != "params"} for group in groups])
     named = deepcopy({key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
-    leaves = [leaf for group in groups for leaf in group["params"] if leaf.grad is not None]
+    leaves = [leaf for group in groups for leaf in group["params"]]
     entries = {leaf: optimizer.state[leaf] for leaf in leaves if leaf in optimizer.state}
     before = {leaf: dict(entry) for leaf, entry in entries.items()}
     values = [value for entry in before.values() for value in entry.values() if isinstance(value, Tensor)]
     copies = [(tensor, tensor.clone()) for tensor in (*leaves, *values)]
     try:
         yield
-    except BaseException as error:
+    except BaseException:
         with torch.no_grad():
             for tensor, copy in copies:
                 tensor.copy_(copy)
@@ -378,9 +386,4 @@ def _undone_on_error(optimizer: Optimizer) -> Iterator[None]:
             for key in group.keys() - values_before.keys() - {"params"}:
                 del group[key]
             group.update(values_before)
-        if not isinstance(error, Exception):
-            raise
-        raise OffloadError(
-            f"the step failed in {type(optimizer).__name__} ({type(error).__name__}: {error}); weights "
-            "and state are those of the last whole step"
-        ) from error
+        raise

@@ -134,6 +134,18 @@ class ParamView:
         has_decoupled = getattr(self.parameter, "decoupled_grad", None) is not None
         setattr(self.parameter, "decoupled_grad" if has_decoupled else "grad", gradient)
 
+    def write_gradient(self, values: Tensor | None) -> None:
+        """Have these values in the gradient; None: there is none. One whose elements share memory, is sparse
+        or is laid out otherwise stays as it is."""
+        own = self.gradient
+        if values is None:
+            self.parameter.grad = None
+        elif own is None:
+            self.parameter.grad = sharded_like(self.parameter, local_of(values).to(self.where, self.dtype))
+        elif is_laid_out_as(self.parameter, own) and own.layout is torch.strided:
+            if torch._debug_has_internal_overlap(local_of(own)) != 1:
+                local_of(own).copy_(local_of(values))
+
     def flat_gradient(self, gradient: Tensor) -> Tensor:
         """The gradient's elements in the order of the parameter's memory, 1-D; a copy on the current lane
         where it lies otherwise. Raises OffloadError for a sparse one, or one of another size or device."""
