@@ -167,11 +167,6 @@ class CpuBucket(HostBucket):
     def step(self, scratch: Tensor | None) -> None:
         """Wait for the gradients, step, and send the weights back, for an optimizer of this bucket alone. The
         job of a worker."""
-        self.step_on_host(scratch)
-        self.give_back()
-
-    def step_on_host(self, scratch: Tensor | None) -> None:
-        """Wait for the gradients, and step. Blocks the host."""
         assert self.optimizer is not None
         try:
             self.load_gradients(scratch)
@@ -179,6 +174,7 @@ class CpuBucket(HostBucket):
         finally:
             for leaf in self.leaves:
                 leaf.grad = None
+        self.give_back()
 
 
 class CpuPart(HostPart[CpuBucket]):

@@ -126,19 +126,23 @@ class UserState:
         """Have in the dictionary what steps have made."""
         if self._is_shown:
             return
+        made: dict[int, Any] = {}
         for optimizer, tensors in self._placed.inside():
-            parameters = {id(tensor): member.parameter for member, tensor in tensors}
+            indices = {id(tensor): member.index for member, tensor in tensors}
             for key, entry in optimizer.state.items():
-                self.all[parameters.get(id(key), key)] = entry
-        self._fill()
+                if id(key) in indices:
+                    made[indices[id(key)]] = entry
+                else:
+                    self.all[key] = entry
+        self._fill(made)
         self._is_shown = True
 
-    def _fill(self) -> None:
-        """Have in each entry what its parameter has in memory."""
+    def _fill(self, made: Mapping[int, Any]) -> None:
+        """Have in the dictionary, in the parameters' order, what classes have made and what is in memory."""
         for member in self._placed.members:
             kept, entry = self._placed.part_of(member).kept(member), self.all.get(member.parameter)
-            if kept and entry is None:
-                entry = self.all[member.parameter] = {}
+            if member.index in made or (kept and entry is None):
+                entry = self.all[member.parameter] = made.get(member.index, {})
             for key, places in self._homes(member).items() if entry or kept else ():
                 if entry is not None and key in (*kept, MASTER) and key not in entry:
                     self._lend(member, entry, key, places[0])
@@ -176,7 +180,7 @@ class UserState:
         for member in self._placed.members:
             self._placed.part_of(member).note_state(member, "step" in (self.all.get(member.parameter) or ()))
         self._hand_on()
-        self._fill()
+        self._fill({})
         del changed
         self.is_looked_at = self.is_held = self._has_holders()
 

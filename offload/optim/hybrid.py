@@ -96,13 +96,13 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
             subclass of this class are not.
         cpu_optimizer_cls, gpu_optimizer_cls: None is the other one, or torch.optim.AdamW. kwargs go to both.
             A class that is not of torch.optim may look at all parameters at once: it is one optimizer,
-            without overlap, and where only a part would leave all state does.
+            without overlap, and where only a part would leave all state does. It is called as it is alone,
+            but for two classes, each of which only steps its share.
         param_update_in_fp32: float32 masters of bf16 and fp16 parameters, in every place. Where rounding a
             master does not give the weight's bits, the weight counts.
         pin_cpu_grads, pin_cpu_params: False takes pageable memory: its copies block the thread that issues
             them.
-        overlap_cpu_optimizer_d2h_h2d: False does everything within step(), on the calling thread, with one
-            CPU optimizer.
+        overlap_cpu_optimizer_d2h_h2d: False has step() return when everything is done.
         overlap: what runs beside what.
             "step": copies and steps beside each other, inside step(), which blocks the host until the last is
                 issued. Right in any loop that is right with torch's optimizer.
@@ -127,8 +127,9 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
             streamed.
         bucket_bytes: master weights of one bucket.
         atomic_step: keep a copy of what the CPU steps until all of it is stepped, so that an error leaves the
-            last whole step; without workers and for 2 to 3 times the memory traffic. None: for classes other
-            than torch's Adam, AdamW, SGD and Adagrad, whose fused kernels check everything before they write.
+            last whole step; without overlap, through pageable memory, and for 2 to 3 times the memory
+            traffic. None: for classes other than torch's Adam, AdamW, SGD and Adagrad, whose fused kernels
+            check everything before they write.
         max_grad_norm: clip by the global norm in every step; the norm is `last_grad_norm`.
         cpu_threads: of the CPU optimizer. None: as many as torch would use on the cores near the device, less
             two.
@@ -153,7 +154,8 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
             defaults |= defaults_of(checked_class(argument, cls, kwargs), kwargs)
         atomic = may_fail_half_way(cpu_cls, kwargs) if atomic_step is None else atomic_step
         alone = steps_each_alone(cpu_cls)
-        workers = overlap_cpu_optimizer_d2h_h2d and not atomic and alone
+        in_buckets = not atomic and alone
+        workers = overlap_cpu_optimizer_d2h_h2d and in_buckets
         if 0 < offload_fraction < 1 and not alone:
             if cpu_cls is gpu_cls:
                 logger.warning(
@@ -180,7 +182,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
                 pin_grads=pin_cpu_grads,
                 pin_params=pin_cpu_params,
                 masters_in_fp32=param_update_in_fp32,
-                overlap=workers,
+                in_buckets=in_buckets,
             ),
         )
         if not workers and overlap_cpu_optimizer_d2h_h2d and offload_fraction > 0:
@@ -213,6 +215,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
             overlap=self.overlap,
             model=model,
             atomic=atomic,
+            waits=not overlap_cpu_optimizer_d2h_h2d,
         )
         self.placed: Placement = self._runner.placed
         self._steps = self._runner.steps
@@ -325,18 +328,13 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every parameter that has a gradient. closure: evaluated once. Blocks the host while the
-        last step is not yet issued, and with overlap="step" until this one is. Raises OffloadError if a
-        worker failed, or if a gradient cannot be used, before anything is stepped; CaptureError in a graph
-        under capture, unless nothing is offloaded."""
+        """One step of every parameter that has a gradient. closure: evaluated once, before; a class that is
+        not of torch.optim evaluates it itself. Blocks the host while the last step is not yet issued, and
+        with overlap="step" until this one is. Raises OffloadError if a worker failed, or if a gradient cannot
+        be used, before anything is stepped; CaptureError in a graph under capture, unless nothing is
+        offloaded."""
         self._runner.refuse_in_capture("step()")
-        loss, whole = None, self.placed.whole is not None
-        if closure is not None and not whole:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            found = self._runner.step(self.max_grad_norm, closure if whole else None)
-        return found if whole else loss
+        return self._runner.step(self.max_grad_norm, *([closure] if closure is not None else []))
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, total: Tensor | None = None

@@ -33,7 +33,8 @@ class HostOptions:
     pin_grads: bool = True
     pin_params: bool = True
     masters_in_fp32: bool = False
-    overlap: bool = False
+    in_buckets: bool = True
+    """What the host steps is stepped bucket by bucket, on a thread; else whole, as the class does."""
 
     def __post_init__(self) -> None:
         check_bytes("bucket_bytes", self.bucket_bytes, least=1024)

@@ -8,6 +8,7 @@ Nothing is pinned until all parameters that are added together have been accepte
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -139,7 +140,7 @@ class Placement:
         self.on_gpu = ResidentPart(options.gpu_cls, options.kwargs, options.host, on_host=False)
         self.on_host = self.on_gpu if one else ResidentPart(*on_cpu, options.host, on_host=True)
         self._parts: dict[Place, CpuPart | StreamedPart | ResidentPart] = {
-            Place.CPU: self.cpu if steps_each_alone(options.cpu_cls) else self.on_host,
+            Place.CPU: self.cpu if options.host.in_buckets else self.on_host,
             Place.STREAMED: self.streamed,
             Place.GPU: self.on_gpu,
             Place.HOST_RESIDENT: self.on_host,
@@ -343,10 +344,10 @@ class Placement:
         self.cpu.note_stepped(indices)
         self.streamed.note_stepped(indices)
 
-    def step_resident(self, gradients: Mapping[int, Tensor]) -> None:
-        """Step what is not offloaded, on the current lane."""
+    def step_resident(self, gradients: Mapping[int, Tensor], *, atomic: bool) -> None:
+        """Step what is in no bucket, on the current lane. atomic: what is stepped on the host, or not."""
         for part in self.resident:
-            part.step(gradients)
+            part.step(functools.partial(part.fetch, gradients), atomic=atomic and part is self.on_host)
 
     def describe(self) -> dict[str, Any]:
         """Where everything is: what a continuation with the same bits has to have again. Numbers and strings

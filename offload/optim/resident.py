@@ -9,13 +9,16 @@ class does here what it does alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offload.errors import OffloadError
 from offload.optim.classes import step_alone, steps_each_alone
 from offload.optim.groups import UserGroup, follow_groups
 from offload.optim.parts import HostOptions, Part
@@ -93,14 +96,28 @@ class ResidentPart(Part):
                 inner.grad = before
             del self._fetched[index]
 
-    def step(self, gradients: Mapping[int, Tensor]) -> None:
-        """gradients: by parameter, in its shape; one that is missing is not stepped."""
-        if self.optimizer is not None:
-            self.fetch(gradients)
-            try:
-                step_alone(self.optimizer)
-            finally:
-                self.give_back()
+    def step(
+        self,
+        fetch: Callable[[], None],
+        *closure: Callable[[], Any],
+        atomic: bool,
+    ) -> Any:
+        """What the class's step returns, after `fetch`, which calls that of this part. atomic: an error in it
+        leaves weights and state as they were."""
+        assert self.optimizer is not None
+
+        def evaluate() -> Any:
+            self.give_back()
+            loss = closure[0]()
+            fetch()
+            return loss
+
+        fetch()
+        try:
+            with undone_on_error(self.optimizer) if atomic else nullcontext():
+                return step_alone(self.optimizer, *([evaluate] if closure else []))
+        finally:
+            self.give_back()
 
     @torch.no_grad()
     def refresh_master(self, member: ParamView) -> None:
@@ -131,3 +148,39 @@ class ResidentPart(Part):
         inner = self._inner.pop(member.index)
         if self.optimizer is not None:
             self.optimizer.state.pop(inner, None)
+
+
+@contextmanager
+def undone_on_error(optimizer: Optimizer) -> Iterator[None]:
+    """The optimizer steps all or nothing: an exception puts back weights, state and groups. An error is
+    raised as an OffloadError."""
+    groups = optimizer.param_groups
+    said = deepcopy([{key: value for key, value in group.items() if key != "params"} for group in groups])
+    named = deepcopy({key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
+    leaves = [leaf for group in groups for leaf in group["params"]]
+    entries = {leaf: optimizer.state[leaf] for leaf in leaves if leaf in optimizer.state}
+    before = {leaf: dict(entry) for leaf, entry in entries.items()}
+    values = [value for entry in before.values() for value in entry.values() if isinstance(value, Tensor)]
+    copies = [(tensor, tensor.clone()) for tensor in (*leaves, *values)]
+    try:
+        yield
+    except BaseException as error:
+        with torch.no_grad():
+            for tensor, copy in copies:
+                tensor.copy_(copy)
+        for key in {*leaves, *(key for key in optimizer.state if not isinstance(key, Tensor))}:
+            optimizer.state.pop(key, None)
+        for leaf, entry in entries.items():  # of which somebody may hold the dictionary
+            entry.clear()
+            entry.update(before[leaf])
+        optimizer.state.update({**entries, **named})
+        for group, values_before in zip(groups, said, strict=True):
+            for key in group.keys() - values_before.keys() - {"params"}:
+                del group[key]
+            group.update(values_before)
+        if not isinstance(error, Exception):
+            raise
+        raise OffloadError(
+            f"the step failed in {type(optimizer).__name__} ({type(error).__name__}: {error}); weights "
+            "and state are those of the last whole step"
+        ) from error

@@ -12,7 +12,6 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,12 +20,11 @@ from torch import Tensor, nn
 from offload.client import Client
 from offload.engine import OffloadEngine
 from offload.optim.backward import BackwardSteps
-from offload.optim.classes import step_alone
 from offload.optim.entries import UserState
 from offload.optim.placing import Placement, PlacingOptions
 from offload.optim.ranks import clip_, several_ranks, total_norm
 from offload.optim.resident import ResidentPart
-from offload.optim.stepping import HostedSteps, undone_on_error
+from offload.optim.stepping import HostedSteps
 from offload.optim.touch import AwaitedWeight, WeightWatch, await_all, weakly
 from offload.params.view import ParamView, count_write, laid_out_as
 from offload.telemetry.records import ClientStats
@@ -84,7 +82,8 @@ class StepRunner(Client):
     """The parts of one optimizer and its steps; the engine's client "optim".
 
     groups: gives the user's param groups; must not keep the optimizer alive. atomic: whether an error leaves
-        the last whole step. Blocks the host for pinning. Raises ValueError or HostBudgetError.
+        the last whole step. waits: step() returns when all is on the host again. Blocks the host for pinning.
+        Raises ValueError or HostBudgetError.
     """
 
     name = "optim"
@@ -98,13 +97,14 @@ class StepRunner(Client):
         overlap: Overlap,
         model: nn.Module | None,
         atomic: bool,
+        waits: bool,
     ) -> None:
         self.overlap = overlap
         self.last_grad_norm: Tensor | None = None
         self._engine = engine
         self._groups = groups
         self._model = model
-        self._workers = options.host.overlap
+        self._waits = waits
         self._atomic = atomic
         self.placed = Placement(engine, options)
         self.state = UserState(self.placed, with_masters=options.host.masters_in_fp32)
@@ -183,8 +183,7 @@ class StepRunner(Client):
     def _begin(self) -> None:
         """End the last step, and take over what the user has changed since. Blocks the host until the last
         step is issued."""
-        if self._workers:
-            self.steps.start_workers()
+        self.steps.start_workers()
         self.steps.finish()
         for member in self.placed.members:
             if isinstance(member.parameter, AwaitedWeight):  # another optimizer's step of it
@@ -193,13 +192,18 @@ class StepRunner(Client):
         self.placed.refuse_shared_memory()
         self.placed.refresh()
 
-    def step(self, max_grad_norm: float | None, closure: Callable[[], Any] | None) -> Any:
-        """As HybridDeviceOptimizer.step. max_grad_norm: None does not clip. closure: for a class that is
-        called as it is alone."""
+    def step(self, max_grad_norm: float | None, *closure: Callable[[], Any]) -> Any:
+        """As HybridDeviceOptimizer.step. max_grad_norm: None does not clip."""
+        loss, whole = None, self.placed.whole
+        if closure and whole is None:
+            with torch.enable_grad():
+                loss = closure[0]()
         with self.steps.stepping:
-            if (whole := self.placed.whole) is None:
-                return self._step(max_grad_norm)
-            return self._step_whole(whole, max_grad_norm, closure)
+            if whole is not None:
+                return self._step_whole(whole, max_grad_norm, *closure)
+            with torch.no_grad():
+                self._step(max_grad_norm)
+        return loss
 
     def called(self, method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """What a method of the class of the one optimizer returns, which finds weights, gradients and state
@@ -216,42 +220,39 @@ class StepRunner(Client):
                 self.state.note_step()
 
     def _step_whole(
-        self, whole: ResidentPart, max_grad_norm: float | None, closure: Callable[[], Any] | None
+        self, whole: ResidentPart, max_grad_norm: float | None, *closure: Callable[[], Any]
     ) -> Any:
         """The class's own step, as it is alone, closure and all."""
+        is_torn = not self._atomic
 
+        @torch.no_grad()
         def fetch() -> None:
             if max_grad_norm is not None:
                 self.clip(max_grad_norm, 2.0, None)
             whole.fetch(self._gradients())
+            self.steps.torn = is_torn
 
         def evaluate() -> Any:
-            self.steps.torn = False
-            whole.give_back()
-            assert closure is not None
-            loss = closure()
-            with torch.no_grad():
-                fetch()
-            self.steps.torn = not self._atomic
+            self.steps.torn = False  # whoever looks finds all in its place
+            self.state.note_step()
+            loss = closure[0]()
+            if self.state.is_looked_at:
+                self.state.take_over()
+            self.state.note_step()
             return loss
 
-        self._begin()
-        fetch()
+        with torch.no_grad():
+            self._begin()
         self.state.note_step()
-        assert whole.optimizer is not None
         try:
-            self.steps.torn = not self._atomic
-            with undone_on_error([whole.optimizer]) if self._atomic else nullcontext():
-                loss = step_alone(whole.optimizer, *([evaluate] if closure is not None else []))
-            self.steps.torn = True
-        except BaseException as error:
-            self.steps.torn &= not isinstance(error, Exception)
+            found = whole.step(fetch, *([evaluate] if closure else []), atomic=self._atomic)
+        except Exception:
+            self.steps.torn = False
             raise
-        finally:
-            whole.give_back()
         gradients = self._gradients()
-        self._end_step(gradients, [member for member in self.placed.members if member.index in gradients])
-        return loss
+        with torch.no_grad():
+            self._end_step(gradients, [member for member in self.placed.members if member.index in gradients])
+        return found
 
     def _step(self, max_grad_norm: float | None) -> None:
         stepped = self.backward.stepped
@@ -277,21 +278,15 @@ class StepRunner(Client):
             for member in offloaded
             if member.index in needed
         }
-        buckets = [bucket for bucket in buckets if bucket.has_any(flats)] if self._workers else []
+        buckets = [bucket for bucket in buckets if bucket.has_any(flats)]
         for bucket in buckets:
             bucket.set_gradients(flats)
         submits = False
         try:
-            if self._workers:
-                submits, self.steps.torn = not self.placed.resident, True
-                self.placed.step_resident(gradients)
-                submits = True
-                self.steps.submit(buckets)
-            else:
-                self.steps.step_inline(
-                    flats, atomic=self._atomic, step_resident=lambda: self.placed.step_resident(gradients)
-                )
-                submits = True
+            submits, self.steps.torn = not self.placed.resident, True
+            self.placed.step_resident(gradients, atomic=self._atomic)
+            submits = True
+            self.steps.submit(buckets)
             self._end_step(gradients, offloaded)
         except BaseException as error:
             if submits and not self.steps.failed:  # the step is made whole
@@ -308,7 +303,7 @@ class StepRunner(Client):
         self.placed.note_stepped(gradients)
         self.backward.end_step()
         self._order_readers()
-        if self.state.is_held:
+        if self.state.is_held or self._waits:
             self.steps.end_on_host()
             self.state.show()
         self.steps.torn = False

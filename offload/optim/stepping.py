@@ -17,14 +17,10 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from copy import deepcopy
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 from offload.device import Event, Lane
 from offload.engine import OffloadEngine
@@ -117,39 +113,6 @@ class HostedSteps:
                     is_ready,
                     functools.partial(bucket.step, self._streamed.ring, released),
                 )
-
-    def step_inline(
-        self, flats: Mapping[int, Tensor], *, atomic: bool, step_resident: Callable[[], None]
-    ) -> None:
-        """One step without workers. Blocks the host. Weights return only once every CPU bucket, and by
-        `step_resident` all that is not offloaded, is stepped. atomic: an error in the CPU's part leaves
-        weights and state as they were."""
-        on_cpu = [bucket for bucket in self._cpu.buckets if bucket.has_any(flats)]
-        streamed = [bucket for bucket in self._streamed.buckets if bucket.has_any(flats)]
-        for bucket in on_cpu:
-            bucket.set_gradients(flats)
-        made = self._release()
-        for bucket in on_cpu:
-            bucket.copy_gradients(made)
-        optimizers = [bucket.optimizer for bucket in on_cpu if bucket.optimizer is not None]
-        self.torn = not atomic
-        with undone_on_error(optimizers) if atomic else nullcontext():
-            for bucket in on_cpu:
-                bucket.step_on_host(self._cpu.scratch)
-        self.torn = True
-        step_resident()
-        for other in streamed:
-            other.set_gradients(flats)
-        released = self._release()
-        for bucket in on_cpu:
-            bucket.give_back()
-            self._pending[bucket] = set()
-        try:
-            for other in streamed:
-                self._pending[other] = set()
-                other.step(self._streamed.ring, released)
-        finally:  # one that breaks off reads its gradients until then, too
-            self._finish()
 
     # -- waiting ---------------------------------------------------------------------------------------------
     def is_pending(self, index: int) -> bool:
@@ -342,48 +305,3 @@ def _submit(worker: Worker, bucket: HostBucket, is_ready: Callable[[], bool], st
 
 def _nothing_of(index: int) -> None:
     """Does nothing: nobody asked to be told of this parameter."""
-
-
-@contextmanager
-def undone_on_error(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """The optimizers step all or nothing: an exception puts back weights, state and groups. An error is
-    raised as an OffloadError."""
-    with ExitStack() as stack:
-        for optimizer in optimizers:
-            stack.enter_context(_put_back_on_error(optimizer))
-        try:
-            yield
-        except Exception as error:
-            raise OffloadError(
-                f"the step failed in {type(optimizers[0]).__name__} ({type(error).__name__}: {error}); "
-                "weights and state are those of the last whole step"
-            ) from error
-
-
-@contextmanager
-def _put_back_on_error(optimizer: Optimizer) -> Iterator[None]:
-    groups = optimizer.param_groups
-    said = deepcopy([{key: value for key, value in group.items() if key != "params"} for group in groups])
-    named = deepcopy({key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
-    leaves = [leaf for group in groups for leaf in group["params"]]
-    entries = {leaf: optimizer.state[leaf] for leaf in leaves if leaf in optimizer.state}
-    before = {leaf: dict(entry) for leaf, entry in entries.items()}
-    values = [value for entry in before.values() for value in entry.values() if isinstance(value, Tensor)]
-    copies = [(tensor, tensor.clone()) for tensor in (*leaves, *values)]
-    try:
-        yield
-    except BaseException:
-        with torch.no_grad():
-            for tensor, copy in copies:
-                tensor.copy_(copy)
-        for key in {*leaves, *(key for key in optimizer.state if not isinstance(key, Tensor))}:
-            optimizer.state.pop(key, None)
-        for leaf, entry in entries.items():  # of which somebody may hold the dictionary
-            entry.clear()
-            entry.update(before[leaf])
-        optimizer.state.update({**entries, **named})
-        for group, values_before in zip(groups, said, strict=True):
-            for key in group.keys() - values_before.keys() - {"params"}:
-                del group[key]
-            group.update(values_before)
-        raise

@@ -142,9 +142,8 @@ class ParamView:
             self.parameter.grad = None
         elif own is None:
             self.parameter.grad = sharded_like(self.parameter, local_of(values).to(self.where, self.dtype))
-        elif is_laid_out_as(self.parameter, own) and own.layout is torch.strided:
-            if torch._debug_has_internal_overlap(local_of(own)) != 1:
-                local_of(own).copy_(local_of(values))
+        elif is_laid_out_as(self.parameter, own) and _is_writable(local_of(own)):
+            local_of(own).copy_(local_of(values))
 
     def flat_gradient(self, gradient: Tensor) -> Tensor:
         """The gradient's elements in the order of the parameter's memory, 1-D; a copy on the current lane
@@ -212,3 +211,7 @@ def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
     meta = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
     # from_local would move it to the mesh's device; FSDP2 keeps shards on the host in this way too
     return DTensor(value, replace(parameter._spec, tensor_meta=meta), requires_grad=False)
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) != 1

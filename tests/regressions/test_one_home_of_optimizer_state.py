@@ -307,14 +307,10 @@ def test_so_it_is_for_parameters_that_live_on_the_host(
     )
 
 
-def test_parameters_here_and_there_are_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = net()
-    here = model[0].weight.data_ptr()
-    monkeypatch.setattr(SimDevice, "owns", lambda _, tensor: tensor.data_ptr() == here)
-    with pytest.raises(
-        ValueError, match="may look at all parameters at once, and some are on the host, some"
-    ):
-        hybrid(model, Clipped)
+def test_one_optimizer_has_parameters_of_the_device_and_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were refused together."""
+    monkeypatch.setattr(SimDevice, "owns", lambda _, tensor: tensor.numel() != 24)
+    assert_same(of_two_groups(resumes_and_is_scheduled), Clipped, {}, shares=(1.0,), executors=("late",))
 
 
 @pytest.mark.parametrize("atomic", [None, False])

@@ -8,7 +8,7 @@ beside it.
 from __future__ import annotations
 
 import copy
-import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -218,29 +218,116 @@ def test_an_attribute_of_the_class_that_is_set_counts(fraction: float) -> None:
     beside(loop, fraction)
 
 
-class OwnMethods(Ordered):
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
+def replaces_all(optimizer: Any, one: Tensor, other: Tensor) -> None:
+    """And puts it back; as a whole it was lost."""
+    old = optimizer.state
+    optimizer.state = {}
+    optimizer.state = old
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict()
+
+def holds_all(optimizer: Any, one: Tensor, other: Tensor) -> None:
+    backup = copy.deepcopy(list(optimizer.state.values()))
+    old = optimizer.state
+    optimizer.state = {key: {name: value * 2 for name, value in entry.items()} for key, entry in old.items()}
+    assert all(map(torch.equal, old[one].values(), backup[0].values()))
+    optimizer.state[other]["mine"] = old[other]["exp_avg"]
 
 
-@pytest.mark.parametrize("fraction", FRACTIONS[1:])
-def test_what_of_a_class_is_not_called_is_said_once(
-    fraction: float, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = net()
-    with caplog.at_level(logging.WARNING):
-        optimizer = HybridDeviceOptimizer(model.parameters(), fraction, OwnMethods)
-        for number in range(2):
+def fills_by_key(optimizer: Any, one: Tensor, other: Tensor) -> None:
+    """It was a ValueError at the first key."""
+    optimizer.state[one].clear()
+    optimizer.state[one]["step"] = torch.tensor(3.0)
+    assert optimizer.state[one].keys() == {"step"}
+    optimizer.state[one]["exp_avg"] = torch.full_like(one, 0.5)
+    optimizer.state[one]["exp_avg_sq"] = torch.full_like(one, 0.25)
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("cpu_share", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "change",
+    [replaces_all, holds_all, fills_by_key],
+    ids=lambda change: change.__name__,
+)
+def test_state_is_a_dictionary_to_all_who_change_it(change: Any, cpu_share: float, fraction: float) -> None:
+    def loop(make: Make) -> nn.Module:
+        model = net()
+        optimizer = make(AdamW, model.parameters(), lr=1e-2, fused=True)
+        for number in range(4):
             step(model, optimizer, number)
-            model(torch.randn(4, 8)).square().sum().backward()
-            optimizer.step(lambda: 0.0)
-    said = "OwnMethods has zero_grad() and state_dict() of its own, which this optimizer does not call"
-    assert caplog.text.count(said) == 1
-    assert caplog.text.count("the closure is evaluated once before the step, and OwnMethods gets none") == 1
-    caplog.clear()
-    torchs = HybridDeviceOptimizer(net().parameters(), fraction, AdamW)
-    torchs.step(lambda: 0.0)
-    assert "closure" not in caplog.text
+            change(optimizer, *model.parameters())
+        step(model, optimizer, 4)
+        return model
+
+    plain = loop(lambda cls, parameters, **options: cls(parameters, **options))
+    share = {"cpu_share": cpu_share} if fraction else {}
+    ours = loop(
+        lambda cls, parameters, **options: HybridDeviceOptimizer(
+            parameters, fraction, cls, bucket_bytes=1024, **share, **options
+        )
+    )
+    assert all(map(torch.equal, plain.parameters(), ours.parameters()))
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("cls", [AdamW, torch.optim.RMSprop], ids=lambda cls: cls.__name__)
+def test_entries_take_tensors_of_another_shape_until_the_parameter_has_it(cls: Any, fraction: float) -> None:
+    """As Gaussian splatting prunes and clones points: an error at the first tensor."""
+
+    def loop(make: Make) -> nn.Module:
+        model = nn.Module()
+        torch.manual_seed(0)
+        model.points = nn.Parameter(torch.randn(12, 3))
+        kernel = {"fused": True} if cls is AdamW else {}
+        optimizer = make(cls, [{"params": [model.points], "name": "xyz"}], lr=1e-2, **kernel)
+        for number in range(5):
+            model.points.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            group = optimizer.param_groups[0]
+            stored = optimizer.state.get(group["params"][0])
+            for key, value in stored.items():
+                if key != "step":
+                    pruned = value[2:] if number % 2 else torch.cat([value, torch.zeros_like(value[:3])])
+                    stored[key] = pruned
+            del optimizer.state[group["params"][0]]
+            points = model.points.detach()
+            points = points[2:] if number % 2 else torch.cat([points, points[:3] * 0.5])
+            model.points = group["params"][0] = nn.Parameter(points.clone())
+            optimizer.state[group["params"][0]] = stored
+        return model
+
+    plain = loop(lambda cls, parameters, **options: cls(parameters, **options))
+    ours = loop(
+        lambda cls, parameters, **options: HybridDeviceOptimizer(parameters, fraction, cls, **options)
+    )
+    assert torch.equal(plain.points, ours.points)
+
+
+def test_a_look_from_another_thread_waits_for_the_step_under_way() -> None:
+    """It took a running step for one that was broken off, and the next step raised."""
+    model = net()
+    optimizer = HybridDeviceOptimizer(model.parameters(), 0.5, torch.optim.RMSprop, atomic_step=False)
+    errors: list[BaseException] = []
+    goes_on = threading.Event()
+
+    def looks() -> None:
+        while not goes_on.is_set():
+            try:
+                optimizer.state_dict()
+                len(optimizer.state)
+                optimizer.synchronize_parameters()
+            except BaseException as error:
+                errors.append(error)
+                return
+
+    thread = threading.Thread(target=looks)
+    thread.start()
+    try:
+        for number in range(150):
+            step(model, optimizer, number)
+    finally:
+        goes_on.set()
+        thread.join()
+    assert not errors
+    optimizer.close()

@@ -218,14 +218,12 @@ def test_fraction_0_has_no_cpu_optimizer_and_fraction_1_no_gpu_optimizer() -> No
     assert every.cpu_optimizers
 
 
-def test_with_overlap_there_is_an_optimizer_a_bucket_and_without_one_in_all() -> None:
-    with_overlap = hybrid(net(), offload_fraction=1.0, cpu_share=1.0, bucket_bytes=4096)
-    without = hybrid(
-        net(), offload_fraction=1.0, cpu_share=1.0, bucket_bytes=4096, overlap_cpu_optimizer_d2h_h2d=False
-    )
+def test_there_is_an_optimizer_a_bucket_and_one_in_all_where_a_step_is_atomic() -> None:
+    options = {"offload_fraction": 1.0, "cpu_share": 1.0, "bucket_bytes": 4096}
+    in_buckets, atomic = hybrid(net(), **options), hybrid(net(), atomic_step=True, **options)
     padded = sum(-(-parameter.numel() // 16) * 16 for parameter in net().parameters())
-    assert len(with_overlap.cpu_optimizers) == -(-4 * padded // 4096)
-    assert len(without.cpu_optimizers) == 1
+    assert len(in_buckets.cpu_optimizers) == -(-4 * padded // 4096)
+    assert len(atomic.cpu_optimizers) == 1
 
 
 @pytest.mark.req("S3-29")

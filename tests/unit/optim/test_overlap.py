@@ -456,9 +456,9 @@ def test_every_class_of_torch_has_torchs_bits_or_is_refused_by_its_name(name: st
         model = nn.Sequential(nn.Linear(33, 70, bias=False), nn.Tanh(), nn.Linear(70, 48, bias=False))
         optimizer = make(model)
         for number in range(3):
-            backward(model, number)
-            optimizer.step()
             optimizer.zero_grad()
+            backward(model, number)
+            optimizer.step(*([lambda: torch.tensor(1.0)] if name == "LBFGS" else []))
         return copies(model)
 
     try:
@@ -469,7 +469,7 @@ def test_every_class_of_torch_has_torchs_bits_or_is_refused_by_its_name(name: st
         refusal = None
         probe.close()
     if refusal is not None:
-        assert name in ("LBFGS", "Muon")
+        assert name == "Muon"
         assert name in refusal
         return
     assert_same(

@@ -1,7 +1,9 @@
-"""With nothing offloaded, an optimizer of ours stood between the loop and torch's.
+"""An optimizer of ours stood between the loop and the class that it wraps.
 
-A class got no closure and its own `zero_grad`, `state_dict` and `load_state_dict` were not called; a scaler
-unscaled by other kernels. Now `HybridDeviceOptimizer(offload_fraction=0)` is an object of the class itself.
+A class got no closure; its own `zero_grad`, `state_dict` and `load_state_dict` were not called; its methods
+found no gradients, and what they wrote into them was lost; a scaler unscaled by other kernels. Now
+`HybridDeviceOptimizer(offload_fraction=0)` is an object of the class itself, and above 0 a class that is not
+torch's finds, on the host, what it finds alone.
 """
 
 from __future__ import annotations
@@ -130,13 +132,119 @@ def copied(make: Make) -> list[Any]:
     return list(model.parameters())
 
 
-LOOPS = [own_methods, scaled, line_searched, copied]
+class Old(Optimizer):
+    """Writes as classes of before did: through `.data`, into gradients, into weights without gradients, and
+    keeps the very gradient for its next step. `center` reads and writes gradients."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def center(self) -> float:
+        total = 0.0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.data.sub_(parameter.grad.data.mean())
+                    total += float(parameter.grad.norm())
+                else:
+                    parameter.grad = torch.ones_like(parameter)
+        return total
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_(0.99)
+                if parameter.grad is not None:
+                    gradient, state = parameter.grad.data, self.state[parameter]
+                    gradient.add_(parameter.data, alpha=0.1)
+                    parameter.data.add_(gradient + state.get("last", 0.0), alpha=-group["lr"])
+                    state["last"] = parameter.grad
+        return loss
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def old_class(make: Make) -> list[Any]:
+    model = net()
+    optimizer = make(model.parameters(), Old)
+    seen: list[Any] = []
+    for number in range(5):
+        optimizer.zero_grad()
+        if number == 3:  # a part of the model alone
+            model[0](torch.ones(2, 8)).sum().backward()
+        else:
+            loss_of(model, number).backward()
+        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        if number % 2:
+            seen.append(torch.tensor(optimizer.center()))
+            seen += [p.grad.clone() for p in model.parameters()]
+        optimizer.step(*([lambda: loss_of(model, 9)] if number == 4 else []))
+        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        if number == 2:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = make(model.parameters(), Old)
+            optimizer.load_state_dict(saved)
+    return [*seen, *model.parameters()]
+
+
+class Looks(Optimizer):
+    """Evaluates a closure twice, which looks at groups and state, and changes them."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:
+        for number in range(2):
+            self.param_groups[0]["k"] += 1
+            with torch.enable_grad():
+                loss = closure()
+            for parameter in self.param_groups[0]["params"]:
+                moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter))
+                moment.add_(parameter.grad, alpha=1 + number)
+                parameter.sub_(moment, alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+def closure_looks(make: Make) -> list[Any]:
+    model = net()
+    optimizer = make(model.parameters(), Looks)
+    seen: list[Any] = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, len(seen))
+        loss.backward()
+        optimizer.param_groups[0]["lr"] *= 0.9
+        seen.append(torch.tensor(optimizer.param_groups[0]["k"]))
+        for entry in optimizer.state.values():
+            entry["moment"].mul_(0.5)
+            seen.append(entry["moment"].clone())
+        return loss
+
+    for _ in range(3):
+        seen.append(optimizer.step(closure))
+    return [*seen, *model.parameters()]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    "loop", [own_methods, line_searched, old_class, closure_looks], ids=lambda loop: loop.__name__
+)
+def test_a_class_is_called_as_it_is_alone(loop: Any, fraction: float) -> None:
+    same_bits(loop, fraction)
+
+
+@pytest.mark.parametrize("loop", [scaled, copied], ids=lambda loop: loop.__name__)
 def test_a_loop_that_offloads_nothing_has_the_bits_of_the_class(loop: Any) -> None:
+    same_bits(loop, 0.0)
+
+
+def same_bits(loop: Any, fraction: float) -> None:
     expected = loop(lambda parameters, cls, **options: cls(parameters, **options))
-    found = loop(lambda parameters, cls, **options: HybridDeviceOptimizer(parameters, 0.0, cls, **options))
+    found = loop(
+        lambda parameters, cls, **options: HybridDeviceOptimizer(parameters, fraction, cls, **options)
+    )
+    assert len(found) == len(expected)
     assert all(map(torch.equal, found, expected))
 
 
