@@ -61,8 +61,9 @@ class MixtureGPT(nn.Module):
         last = stage == num_stages - 1
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if last else None
         self.head = nn.Linear(config.dim, config.vocabulary, bias=False) if last else None
-        for name, table in zip(("rotary_cos", "rotary_sin"), rotation_tables(config), strict=True):
-            self.register_buffer(name, table, persistent=False)
+        for name in ("rotary_cos", "rotary_sin"):
+            shape = config.sequence, config.channels // 2
+            self.register_buffer(name, torch.empty(shape, dtype=torch.float32), persistent=False)
         if not any(parameter.is_meta for parameter in self.parameters()):
             self.reset_parameters()
 
@@ -104,7 +105,13 @@ class MixtureGPT(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw all parameters, each layer from its own seed, whatever stage it is on, and each expert from
-        one, whatever rank it is on."""
+        one, whatever rank it is on. Buffers are as in a new model."""
+        for buffer, table in zip(
+            (self.rotary_cos, self.rotary_sin), rotation_tables(self.config), strict=True
+        ):
+            buffer.copy_(table)
+        for mixture in self.mixtures():
+            mixture.router.reset_balance()
         # into the residual, which adds up 2 * layers of them
         narrow = 0.02 / math.sqrt(2 * self.config.layers)
         numbered: list[tuple[int, nn.Module | None]] = [

@@ -60,6 +60,8 @@ def _is_grouped(x_RX: Tensor, other: int) -> bool:
     """Whether grouped_mm takes rows of these two widths."""
     width = x_RX.shape[1]
     aligned = width * x_RX.itemsize % 16 == 0 and other * x_RX.itemsize % 16 == 0
+    if torch.compiler.is_compiling():  # a graph takes no other; the loop runs eagerly
+        return aligned and x_RX.dtype is torch.bfloat16 and x_RX.is_cuda
     return _takes(x_RX.device.type, x_RX.dtype, aligned)
 
 

@@ -84,6 +84,13 @@ class TopKRouter(nn.Module):
         return Routing(experts_TK, weights_TK, order_R, ends_E, counts_PE)
 
     @torch.no_grad()
+    def reset_balance(self) -> None:
+        """No bias, and nothing counted."""
+        self.tokens_E = None
+        if self.bias_E is not None:
+            self.bias_E.zero_()
+
+    @torch.no_grad()
     def update_balance(self, group: dist.ProcessGroup | None = None) -> None:
         """Move each expert's bias towards an equal share, by the rows since the last call, and count anew.
 
