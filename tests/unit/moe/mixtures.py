@@ -47,14 +47,19 @@ def offloading(executor: ExecutorName = "late", **config: Any) -> Iterator[Pipel
         yield manager
 
 
-def step(model: nn.Module, seeds: tuple[int, ...] = (0, 1)) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The logits of some microbatches, whose backwards come in reverse, and the sum of their gradients."""
+def step(
+    model: nn.Module, seeds: tuple[int, ...] = (0, 1), *, ordered: bool = False
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The logits of some microbatches, and the sum of their gradients. Backwards come in reverse; ordered:
+    each after its forward."""
     model.zero_grad()
     logits, losses = [], []
     for seed in seeds:
         init_chunk_handler()
         logits.append(model(text(seed)))
         losses.append(loss_of(logits[-1], text(seed)))
+        if ordered:
+            losses.pop().backward()
     for loss in reversed(losses):
         loss.backward()
     step_end()
