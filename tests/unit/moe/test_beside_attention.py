@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from moe import MixtureGPT
 from offload import init_chunk_handler, step_end

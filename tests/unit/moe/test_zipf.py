@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import offload.engine
-
 from moe import GroupedExperts
 from moe.config import Marks
 from moe.experts import Rows
