@@ -34,7 +34,7 @@ from offload.modules.auto import Auto
 from offload.modules.blocks import Blocks, find_blocks, match_modules, without_nested
 from offload.modules.hooks import HookPair
 from offload.modules.mixed import MixedCalls
-from offload.modules.recomputed import RecomputedCalls, selective_contexts_of
+from offload.modules.recomputed import RecomputedCalls
 from offload.modules.root import GroupCalls, HeadCalls, ModelRoot
 from offload.modules.settings import (
     ALL_TENSORS,
@@ -302,7 +302,6 @@ def apply(
     _steps.add(root)
     handle._undo.callback(_steps.discard, root)
     handle._hook(model, root)
-    contexts = selective_contexts_of(root) if mode == "selective" else None
     root.watch = Watch(warns=recompute_differs == "warn", moves=mode == "auto", never=never)
     if mode == "auto" and auto is None:
         auto = Auto(marks.default_manager, total_bytes)
@@ -320,7 +319,7 @@ def apply(
             if auto is not None:
                 handle._hook(module, MixedCalls(root, name, auto))
             elif mode in RECOMPUTING:
-                handle._hook(module, RecomputedCalls(root, name, contexts))
+                handle._hook(module, RecomputedCalls(root, name, keeps=mode == "selective"))
             else:
                 handle._hook(module, GroupCalls(root, name, group, block=not whole))
     if mode in RECOMPUTING:

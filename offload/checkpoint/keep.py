@@ -5,6 +5,7 @@ One invariant: what is asked for may be kept, or it is refused by name.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,10 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from offload.checkpoint.kept import Operator, check_keepable
 from offload.sizes import is_count
 
-__all__ = ["Keep", "KeepContext"]
+__all__ = ["Keep", "KeepContext", "Place"]
+
+Place = tuple[Operator, int]
+"""One call: its operator, and its number among the calls of that one, from 0."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,28 +31,33 @@ class KeepContext:
 
 
 class Keep:
-    """What is to be kept: a set of operators, a set of calls, or a policy.
+    """What is to be kept: a set of operators, a set of calls, or a policy. or_nothing: the set may be empty.
 
+    calls: named after another forward; one that was written to since is not kept. copied: operators whose
+    outputs are kept as copies. numbers_all: calls of every operator are counted.
     names: for the report of what was never called; none for a set of calls, which are another forward's.
     """
 
-    def __init__(self, keep_ops: Collection[Any] | Callable[..., Any]) -> None:
+    def __init__(self, keep_ops: Collection[Any] | Callable[..., Any], *, or_nothing: bool = False) -> None:
         self.policy: Callable[..., Any] | None = None
-        self.operators: frozenset[Operator] = frozenset()
-        self.calls: frozenset[tuple[Operator, int]] | None = None
+        self.calls: frozenset[Place] = frozenset()
+        self.copied: frozenset[Operator] = frozenset()
+        self.names: tuple[str, ...] = ()
+        self.key: Any = None
+        self._whole: frozenset[Operator] = frozenset()
+        self._without: frozenset[Place] = frozenset()
         if isinstance(keep_ops, Collection) and not isinstance(keep_ops, str):
-            if not keep_ops:
+            if not (keep_ops or or_nothing):
                 raise ValueError(
                     "keep_ops is empty: every output would be recomputed, as a plain checkpoint does; name "
                     "some operators"
                 )
             if any(isinstance(member, tuple) for member in keep_ops):
                 self.calls = frozenset(map(_check_call, keep_ops))
-                keep_ops = [operator for operator, _ in self.calls]
-            self.operators = frozenset(check_keepable(operator) for operator in keep_ops)
-            self.key: Any = self.operators
-            named = () if self.calls is not None else self.operators
-            self.names = tuple(sorted(str(operator) for operator in named))
+                self.key = frozenset(check_keepable(operator) for operator, _ in self.calls)
+            else:
+                self.key = self._whole = frozenset(map(check_keepable, keep_ops))
+            self.names = tuple(sorted(map(str, self._whole)))
         elif callable(keep_ops):
             self.policy = keep_ops
             name = getattr(keep_ops, "__qualname__", type(keep_ops).__qualname__)
@@ -59,15 +68,36 @@ class Keep:
                 f"keep_ops is a {type(keep_ops).__name__}, must be a set of operators, a set of pairs "
                 "(operator, call number), or a policy(ctx, op, *args, **kwargs)"
             )
+        self.numbers_all = self.policy is not None
+        self._numbered = self._whole | {operator for operator, _ in self.calls}
+
+    def counting_all(self) -> Keep:
+        """The same, which counts calls of every operator."""
+        keep = copy.copy(self)
+        keep.numbers_all = True
+        return keep
+
+    def learned(
+        self, copied: frozenset[Operator], calls: frozenset[Place], without: frozenset[Place]
+    ) -> Keep:
+        """The same, and every call of the operators `copied`, and `calls`; but none of `without`."""
+        keep = copy.copy(self)
+        keep._without = without
+        keep.copied, keep.calls = copied - self._whole, self.calls | calls
+        keep._whole = self._whole | copied
+        keep._numbered = keep._whole | {operator for operator, _ in keep.calls}
+        return keep
 
     def numbers(self, operator: Operator) -> bool:
         """Whether calls of this operator are counted: those that may be kept, in the forward and in the
         recompute alike."""
-        return operator in self.operators if self.policy is None else operator not in SAC_IGNORED_OPS
+        return operator not in SAC_IGNORED_OPS if self.numbers_all else operator in self._numbered
 
     def may_want(self, operator: Operator, number: int) -> bool:
         """Asked before the call of an operator that is counted."""
-        return self.calls is None or (operator, number) in self.calls
+        place = (operator, number)
+        named = operator in self._whole and place not in self._without
+        return self.policy is not None or named or place in self.calls
 
     def wants(self, operator: Operator, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if self.policy is None:
@@ -85,7 +115,7 @@ class Keep:
         return True
 
 
-def _check_call(call: Any) -> tuple[Operator, int]:
+def _check_call(call: Any) -> Place:
     """The pair. Raises ValueError for what is none."""
     if not isinstance(call, tuple) or len(call) != 2 or not is_count(call[1]):
         raise ValueError(

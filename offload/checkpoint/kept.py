@@ -32,6 +32,7 @@ __all__ = [
     "RandomStep",
     "alias_of",
     "check_keepable",
+    "make_of",
     "plain_parts",
     "sharing_versions",
     "storages_of",
@@ -130,7 +131,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
-def _make_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Make:
+def make_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Make:
     found = tensors_in((*args, *kwargs.values()))
     return tuple((tensor.size(), tensor.dtype, isinstance(tensor, torch.nn.Parameter)) for tensor in found)
 
@@ -215,26 +216,33 @@ def _random_state(device: torch.device) -> torch.Tensor | None:
 # -- a call --------------------------------------------------------------------------------------------------
 class KeptCall:
     """The outputs of one call. They stay on the device, in its keeping, until `leave` gives them to an
-    engine."""
+    engine.
 
-    __slots__ = ("_leaves", "_make", "_random", "_spec", "_watched", "is_collective", "name")
+    make: of what it was called on. copies: the block may write to what the call returns, so copies are kept,
+    and copies of them given again.
+    """
+
+    __slots__ = ("_leaves", "_make", "_random", "_spec", "_watched", "copies", "is_collective", "name")
 
     def __init__(
         self,
         operator: Operator,
         number: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        make: Make,
         outputs: Any,
         random: RandomStep | None,
+        *,
+        copies: bool = False,
     ) -> None:
         self.name = f"call {number} of {operator}"
         self.is_collective = isinstance(operator, OpOverload) and operator.namespace == _COLLECTIVES
-        self._make = _make_of(args, kwargs)
+        self._make = make
         self._random = random
+        self.copies = copies
         self._watched: list[tuple[torch.Tensor, torch.Size, int]] = []
         leaves, self._spec = tree_flatten(outputs)
-        self._leaves = [Passed(alias_of(leaf)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        mine = torch.clone if copies else alias_of
+        self._leaves = [Passed(mine(leaf)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def leave(self, pack: Callable[[torch.Tensor], Any]) -> list[DeviceBlock]:
         """Give the outputs to `pack`. What was changed in place since stays as it is, for the read to say so.
@@ -277,7 +285,7 @@ class KeptCall:
         Raises OffloadError for a call on other inputs, or if an output, or an untracked view of one, was
         modified in place after it was kept.
         """
-        make = _make_of(args, kwargs)
+        make = make_of(args, kwargs)
         if make != self._make:
             raise OffloadError(
                 f"{self.name} in a checkpointed region had inputs {_said(self._make)} in the forward and "
@@ -290,6 +298,8 @@ class KeptCall:
                     raise modified(probe.dtype, size, probe._version, version)
             with sharing_versions():
                 leaves = [_given(leaf, unpack) for leaf in self._leaves]
+            if self.copies:
+                leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         except ModifiedError as error:
             raise OffloadError(
                 f"the output of {self.name} is kept for the recompute of a checkpointed region, and was "

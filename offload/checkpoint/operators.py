@@ -1,16 +1,24 @@
-"""What a selective checkpoint keeps where nobody says what: the operators that take long for the bytes that
-they make.
+"""Which operators a selective checkpoint keeps where nobody says which: those that take long for the bytes
+that they make. And which may never be kept.
 
 One invariant: only operators that this torch has, and that may be kept.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch._ops import OpOverload
 
-from offload.checkpoint.kept import Operator, check_keepable
+from offload.checkpoint.kept import Operator, check_keepable, writes_inputs
 
-__all__ = ["default_operators"]
+__all__ = ["IN_PLACE", "default_operators", "never_kept"]
+
+IN_PLACE = "c10d"
+"""Namespace of the collectives that write to what they are given."""
+
+_MAKERS = ("empty", "zeros", "ones", "full", "new_", "arange", "eye", "scalar_tensor", "linspace")
 
 _MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
 _ATTENTION = (
@@ -40,3 +48,21 @@ def default_operators() -> frozenset[Operator]:
     if flex is not None:
         found.add(flex)
     return frozenset(check_keepable(operator) for operator in found)
+
+
+def never_kept(operator: Any) -> str:
+    """Why no output of the operator is ever kept; empty if one may be."""
+    if not isinstance(operator, OpOverload):
+        return "" if operator in default_operators() else "it is an operator of higher order"
+    try:
+        check_keepable(operator)
+    except ValueError:
+        return "it writes to its inputs" if writes_inputs(operator) else "it returns a view of its input"
+    if operator.namespace == IN_PLACE:
+        return "it communicates in place"
+    name = operator._schema.name.partition("::")[2]
+    if name in {"_to_copy", "to", "copy"}:
+        return "it is a cast: autocast and FSDP2 make others in a recompute"
+    if operator.namespace == "aten" and (name.startswith(_MAKERS) or name.endswith("_like")):
+        return "it only makes a tensor, which others fill"
+    return ""

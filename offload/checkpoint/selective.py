@@ -41,12 +41,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.checkpoint.keep import Keep
+from offload.checkpoint.decisions import Decisions, Finder
+from offload.checkpoint.keep import Keep, Place
 from offload.checkpoint.kept import (
     UNTRACKED_VIEWS,
     KeptCall,
     Operator,
     RandomStep,
+    make_of,
     storages_of,
     tensors_in,
 )
@@ -66,11 +68,11 @@ create_selective_checkpoint_contexts, which compares nothing"""
 _watches: WeakKeyDictionary[OffloadEngine, dict[object, Watch]] = WeakKeyDictionary()
 """By what is kept: a context_fn may be made anew for each call."""
 
-__all__ = ["CallMode", "Contexts", "Groups", "KeptGroup", "contexts_for", "telling"]
+__all__ = ["CallMode", "Contexts", "Groups", "KeptGroup", "contexts_for", "is_traced", "telling"]
 
 
 def contexts_for(
-    keep_ops: Collection[Operator | tuple[Operator, int]] | Callable[..., Any],
+    keep_ops: Collection[Operator | Place] | Callable[..., Any] | Decisions,
     group: str,
     groups: Callable[[], Groups],
     *,
@@ -79,18 +81,17 @@ def contexts_for(
     """The context_fn of `offload.selective_contexts`.
 
     keep_ops: operators; a policy; or pairs of an operator and the number of one of its calls in a forward of
-        the region, from 0. Of pairs, one that a forward does not come to is nothing to be said.
+        the region, from 0. Of pairs, one that a forward does not come to is nothing to be said. Or the
+        decisions of a block, which its first forward learns.
     groups: asked at each checkpointed forward. compares: nobody else does it (net.py), so in some regions
         kept calls are compared with those of the recompute.
     """
-    keep = Keep(keep_ops)
+    decisions, own = (keep_ops, None) if isinstance(keep_ops, Decisions) else (None, Keep(keep_ops))
     if not isinstance(group, str) or not group:
         raise ValueError(f"group is {group!r}, must be a non-empty string such as 'selective'")
 
     def context_fn() -> Contexts:
-        keys = torch._C._TorchDispatchModeKey
-        tracing = any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
-        if tracing or torch.compiler.is_compiling():
+        if is_traced():
             raise OffloadError(
                 "torch.compile traces a checkpoint with selective_contexts() whole; a graph would keep what "
                 "this one step keeps, and move nothing. Compile the function inside the checkpoint, or use "
@@ -98,14 +99,26 @@ def contexts_for(
             )
         manager = groups()
         sample = None
+        keep = own if decisions is None else decisions.keep
+        if keep is None:
+            assert decisions is not None
+            first = _FirstMode(decisions, manager, group)
+            return first, _RecomputeMode(first)
         if compares:
             watches = _watches.setdefault(manager.engine, {})
             watch = watches.setdefault(keep.key, Watch(way_out=_WAY_OUT))
             sample = watch.region(manager.engine, keep.key)
-        forward = _ForwardMode(keep, manager, group, sample)
+        forward = _ForwardMode(keep, manager, group, sample, recomputes_written=decisions is not None)
         return forward, _RecomputeMode(forward)
 
     return context_fn
+
+
+def is_traced() -> bool:
+    """Whether torch.compile, or another tracer, makes a graph of what is called now."""
+    keys = torch._C._TorchDispatchModeKey
+    modes = map(torch._C._get_dispatch_mode, (keys.PROXY, keys.FUNCTIONAL))
+    return any(mode is not None for mode in modes) or torch.compiler.is_compiling()
 
 
 class KeptGroup(Protocol):
@@ -160,9 +173,18 @@ class _ForwardMode(CallMode):
     kept: by operator and number. calls: of each operator that may be kept.
     """
 
-    def __init__(self, keep: Keep, groups: Groups, name: str, sample: Sample | None) -> None:
+    def __init__(
+        self,
+        keep: Keep,
+        groups: Groups,
+        name: str,
+        sample: Sample | None,
+        *,
+        recomputes_written: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.keep = keep
+        self._recomputes_written = recomputes_written
         self.sample = sample
         self.engine = groups.engine
         self.kept: dict[tuple[Operator, int], KeptCall] = {}
@@ -180,7 +202,7 @@ class _ForwardMode(CallMode):
 
     def __enter__(self) -> _ForwardMode:
         self._group.begin()
-        if self._groups.needs_chunk():
+        if self._groups.needs_chunk() and self.keep.key:
             self._report.no_chunk()
         if inside_checkpoint():
             pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -197,9 +219,8 @@ class _ForwardMode(CallMode):
             self._pair.__exit__()
             self._pair = self._waiting = None
         self._made.clear()
-        if self.keep.calls is not None:
-            # named after another forward, in which nothing wrote to them: the recompute makes them again
-            self.kept = {place: call for place, call in self.kept.items() if not call.is_written()}
+        if self.keep.calls or self._recomputes_written:
+            self._drop_written()
         self._group.end()
         # in a backward an outer recompute runs this forward again
         if self.keep.names and torch._C._current_graph_task_id() == -1:
@@ -232,9 +253,11 @@ class _ForwardMode(CallMode):
             if self.keep.names:
                 self._matched.add(str(func) if self.keep.policy is None else self.keep.names[0])
             with self.engine.lock:
-                call = KeptCall(func, number, args, kwargs, output, RandomStep.end(random))
-                for storage in storages_of(output):
-                    self._made[storage._cdata] = WeakStorage(storage), call
+                make, copies = make_of(args, kwargs), func in self.keep.copied
+                call = KeptCall(func, number, make, output, RandomStep.end(random), copies=copies)
+                if not copies:
+                    for storage in storages_of(output):
+                        self._made[storage._cdata] = WeakStorage(storage), call
                 lane = None if call.is_collective else self.engine.device.compute
                 self._waiting = ((func, number), call, self._group.scope(lane))
             if self.sample is not None:
@@ -245,10 +268,56 @@ class _ForwardMode(CallMode):
         """The recompute will come past the call that waits."""
         if self._waiting is not None:
             (place, call, scope), self._waiting = self._waiting, None
-            self.kept[place] = call
-            if scope is not None:
-                with self.engine.lock:
-                    self._group.left(call.leave(functools.partial(self.engine.hooks.pack_for, scope)))
+            self._keep(place, call, scope)
+
+    def _keep(self, place: Place, call: KeptCall, scope: Scope | None) -> None:
+        self.kept[place] = call
+        if scope is not None:
+            with self.engine.lock:
+                self._group.left(call.leave(functools.partial(self.engine.hooks.pack_for, scope)))
+
+    def _drop_written(self) -> set[Place]:
+        """Let calls go whose outputs were changed in place after all: the recompute makes them again. Named
+        after another forward, in which nothing wrote to them, they may be. Returns their places."""
+        may_be = self.kept.keys() if self._recomputes_written else self.kept.keys() & self.keep.calls
+        written = {place for place in may_be if self.kept[place].is_written()}
+        self.kept = {place: call for place, call in self.kept.items() if place not in written}
+        return written
+
+
+class _FirstMode(_ForwardMode):
+    """The first run of a block under a checkpoint: finds what it decides, and keeps that."""
+
+    def __init__(self, decisions: Decisions, groups: Groups, name: str) -> None:
+        super().__init__(decisions.base.counting_all(), groups, name, None, recomputes_written=True)
+        self._decisions = decisions
+        self._written: set[Place] = set()
+        self._finder = Finder(decisions.most_elements)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.keep.numbers(func):
+            return func(*args, **kwargs)
+        place = func, self.calls[func]
+        random = RandomStep.start(func, args, kwargs)
+        output = super()._run(func, args, kwargs)
+        for found, call in self._finder.look(place, args, kwargs, output, RandomStep.end(random)):
+            if found not in self.kept and (self._waiting is None or self._waiting[0] != found):
+                with self.engine.lock:  # its reader is ordered after it on the current lane
+                    scope = self._group.scope(self.engine.device.compute)
+                self._keep(found, call, scope)
+        return output
+
+    def _drop_written(self) -> set[Place]:
+        written = super()._drop_written()
+        self._written |= written
+        return written
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        finder, self._finder = self._finder, Finder(0)
+        if exception[:1] == (None,):
+            scores = finder.scores & self.kept.keys()
+            self._decisions.learn(frozenset(finder.operators), frozenset(scores), frozenset(self._written))
 
 
 def _look(look: Callable[[Hashable, torch.Tensor], None], func: Operator, number: int, values: Any) -> None:

@@ -11,11 +11,14 @@ from typing import NamedTuple
 
 from offload.saved.chunk import SavedGroup
 
-__all__ = ["KEPT", "Cost", "Group", "Sizes"]
+__all__ = ["KEPT", "ROUTING", "Cost", "Group", "Sizes"]
 
 KEPT = "kept"
 """Group of the outputs that mode "auto" does not recompute. No user named it, so no warning blames it for
 moving nothing."""
+
+ROUTING = "routing"
+"""Group of what a block decides whose other outputs are recomputed: beside the inputs, the only one."""
 
 
 class Cost(NamedTuple):

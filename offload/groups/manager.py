@@ -20,7 +20,7 @@ from offload.engine import OffloadEngine
 from offload.engines import default_engine
 from offload.errors import PoolError
 from offload.groups.chunk import ChunkGroups
-from offload.groups.group import Cost, Group
+from offload.groups.group import ROUTING, Cost, Group
 from offload.groups.inputs import InputGroup
 from offload.groups.leaving import LeavingGroups
 from offload.groups.open_scopes import OpenScopes
@@ -226,6 +226,8 @@ class GroupsManager(OpenScopes, Client):
     def kept_group(self, name: str) -> KeptGroup:
         """For the outputs that a checkpointed region keeps, which is called now. name: of the group that they
         belong to where none is open."""
+        if name == ROUTING:
+            self._leaving.input_names.add(name)
         return KeptGroup(self, self.active_handler(), name)
 
     def input_group(self, name: str, *, alone: bool = True, cost: Cost | None = None) -> InputGroup:

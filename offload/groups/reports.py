@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from offload.groups.chunk import ChunkGroups
-from offload.groups.group import KEPT, Group
+from offload.groups.group import KEPT, ROUTING, Group
 from offload.groups.survey import Survey
 from offload.ids import ChunkId
 from offload.sizes import bytes_text
@@ -155,7 +155,9 @@ class MarkReport:
             for group in groups
             if group.encloses or (group.saved is not None and group.saved.slots)
         }
-        idle = list(dict.fromkeys(group.name for group in groups if group.name not in {*moved, KEPT}))
+        idle = list(
+            dict.fromkeys(group.name for group in groups if group.name not in {*moved, KEPT, ROUTING})
+        )
         hooked = {group.name for group in groups if group.hooked}
         largest = 0 if survey is None else survey.largest_small(model)
         if not moved and largest and hooked.issuperset(idle) and self._said.first("nothing", model):

@@ -13,22 +13,19 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from offload.checkpoint.decisions import Decisions
 from offload.checkpoint.hidden_states import HIDDEN_STATES, RecomputedCall, is_recompute
 from offload.checkpoint.members import has_lazy, inner_modules
 from offload.checkpoint.operators import default_operators
-from offload.checkpoint.selective import Contexts, contexts_for
+from offload.checkpoint.selective import Contexts, contexts_for, is_traced
 from offload.errors import OffloadError
+from offload.groups.group import ROUTING
 from offload.modules.hooks import INTERRUPTED
 from offload.modules.root import GroupCall, ModelRoot
 from offload.modules.settings import is_checkpointing
 from offload.saved.hooks import inside_checkpoint
 
-__all__ = ["RecomputedCalls", "is_forward_ad", "selective_contexts_of"]
-
-
-def selective_contexts_of(root: ModelRoot) -> Callable[[], Contexts]:
-    """The context_fn that keeps outputs of matrix products and attention."""
-    return contexts_for(default_operators(), "selective", root.manager)
+__all__ = ["RecomputedCalls", "is_forward_ad"]
 
 
 def is_forward_ad() -> bool:
@@ -36,14 +33,20 @@ def is_forward_ad() -> bool:
     return forward_ad._current_level >= 0
 
 
-class RecomputedCalls:
-    """name: of the block. context_fn: keeps some outputs of it; None keeps none."""
+_WRITTEN = """%s changes what %s returns in place, so mode='selective' recomputes it instead of keeping \
+it. To keep it, make that change out of place, as ReLU(inplace=False) does"""
 
-    def __init__(self, root: ModelRoot, name: str, context_fn: Callable[[], Contexts] | None) -> None:
+
+class RecomputedCalls:
+    """name: of the block. keeps: outputs of matrix products and attention, beside what the block decides."""
+
+    def __init__(self, root: ModelRoot, name: str, *, keeps: bool) -> None:
         self._root = root
         root.recomputes = True
         self._name = name
-        self._context_fn = context_fn
+        self._keeps = keeps
+        self._decisions = Decisions(default_operators() if keeps else ())
+        self._context_fn = contexts_for(self._decisions, "selective" if keeps else ROUTING, root.manager)
 
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -71,14 +74,28 @@ class RecomputedCalls:
         if self._root.watch.refuses(self._name, module):
             return self._root.open_group(self._name)
         self._refuse_compiled(module)
-        # under a dispatch mode torch takes other formulas for forward AD
-        context_fn = None if is_forward_ad() else self._context_fn
-        root = self._root
+        root, context_fn = self._root, self._contexts(args, kwargs)
         call = RecomputedCall(
-            root.manager(), module, args, kwargs, context_fn, watch=root.watch, name=self._name
+            root.manager(),
+            module,
+            args,
+            kwargs,
+            context_fn,
+            watch=root.watch,
+            name=self._name,
+            may_stay=self._keeps and context_fn is not None,
         )
         call.begin()
         return call
+
+    def _contexts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Contexts] | None:
+        """What keeps some outputs of a call; None keeps none."""
+        if is_forward_ad():  # under a dispatch mode torch takes other formulas
+            return None
+        if not self._keeps and (self._decisions.are_none or is_traced()):
+            return None
+        self._decisions.is_given(args, kwargs)
+        return self._context_fn
 
     def _refuse_compiled(self, module: nn.Module) -> None:
         """Raise where a compiled function calls the block: its graphs save other tensors than the block does
@@ -100,7 +117,7 @@ class RecomputedCalls:
     def _checkpointed(self, module: nn.Module) -> GroupCall | None:
         """A layer of transformers that checkpoints its own forward, inside of its hooks: all that is saved
         between the two is the checkpoint's input. A second recompute around it would only cost time."""
-        if self._context_fn is not None:
+        if self._keeps:
             self._root.say_once(
                 "selective",
                 "%s checkpoints its layers itself, and recomputes all of them: mode='selective' keeps "
@@ -113,5 +130,8 @@ class RecomputedCalls:
             call.close(output, failed)
         elif call is not None:
             call.abort(interrupted=output is INTERRUPTED) if failed else call.end(output)
+            if self._decisions.written:
+                names = sorted({str(operator) for operator, _ in self._decisions.written})
+                self._root.say_once("written", _WRITTEN, ", ".join(names))
         if call is not None:
             self._root.note_block_end(self._name, output)

@@ -14,8 +14,7 @@ from torch._ops import OpOverload
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
-from offload.checkpoint.kept import check_keepable, writes_inputs
-from offload.checkpoint.operators import default_operators
+from offload.checkpoint.operators import IN_PLACE
 
 __all__ = [
     "collective_groups",
@@ -24,13 +23,10 @@ __all__ = [
     "is_attention",
     "is_collective",
     "may_differ",
-    "never_kept",
     "writes_of",
 ]
 
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
-_IN_PLACE = "c10d"
-_MAKERS = ("empty", "zeros", "ones", "full", "new_", "arange", "eye", "scalar_tensor", "linspace")
 _DIFFERING = {
     "bincount",
     "cumsum",
@@ -48,24 +44,6 @@ _DIFFERING = {
 _ATTENTION = ("attention", "attn")
 
 
-def never_kept(operator: Any) -> str:
-    """Why no output of the operator is ever kept; empty if one may be."""
-    if not isinstance(operator, OpOverload):
-        return "" if operator in default_operators() else "it is an operator of higher order"
-    try:
-        check_keepable(operator)
-    except ValueError:
-        return "it writes to its inputs" if writes_inputs(operator) else "it returns a view of its input"
-    if operator.namespace == _IN_PLACE:
-        return "it communicates in place"
-    name = operator._schema.name.partition("::")[2]
-    if name in {"_to_copy", "to", "copy"}:
-        return "it is a cast: autocast and FSDP2 make others in a recompute"
-    if operator.namespace == "aten" and (name.startswith(_MAKERS) or name.endswith("_like")):
-        return "it only makes a tensor, which others fill"
-    return ""
-
-
 def is_collective(operator: Any) -> bool:
     """Whether it communicates, and returns what it has received."""
     return isinstance(operator, OpOverload) and operator.namespace in _FUNCTIONAL
@@ -73,7 +51,7 @@ def is_collective(operator: Any) -> bool:
 
 def communicates_in_place(operator: Any) -> bool:
     return isinstance(operator, OpOverload) and (
-        operator.namespace == _IN_PLACE or (is_collective(operator) and operator._schema.is_mutable)
+        operator.namespace == IN_PLACE or (is_collective(operator) and operator._schema.is_mutable)
     )
 
 
@@ -102,7 +80,7 @@ def writes_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> I
     """The tensors that a call writes to."""
     if not isinstance(operator, OpOverload):
         return
-    everything = operator.namespace == _IN_PLACE  # its schema does not say which
+    everything = operator.namespace == IN_PLACE  # its schema does not say which
     for at, argument in enumerate(operator._schema.arguments):
         if everything or (argument.alias_info is not None and argument.alias_info.is_write):
             value = args[at] if at < len(args) else kwargs.get(argument.name)

@@ -36,8 +36,10 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import flop_registry
 
 from offload.checkpoint.arguments import cache_written
+from offload.checkpoint.decisions import decides, is_decision
 from offload.checkpoint.draws import generator_states
 from offload.checkpoint.kept import UNTRACKED_VIEWS, plain_parts, storages_of, version_probe
+from offload.checkpoint.operators import never_kept
 from offload.checkpoint.selective import CallMode, telling
 from offload.device import Event
 from offload.engine import OffloadEngine
@@ -48,7 +50,6 @@ from offload.planner.operators import (
     is_attention,
     is_collective,
     may_differ,
-    never_kept,
     writes_of,
 )
 from offload.planner.profile import BlockProfile, SeenCall, TimedCall, kept_always, settled_seconds
@@ -67,9 +68,9 @@ _WAITS = 1.25
 class _Call:
     """One call as it is seen.
 
-    made: the storages that it made, with the bytes of each that would wait. probes: tensors that count the
-        versions of its outputs, with the versions that they had. decides: it makes whole numbers of others,
-        as a router does. makers: of its inputs.
+    made: the storages that it made, with the bytes of each that would wait. elements: of the largest.
+        probes: tensors that count the versions of its outputs, with the versions that they had. decides: as a
+        router does (checkpoint/decisions.py). scores: sizes of what it decides from. makers: of its inputs.
     """
 
     operator: Any
@@ -82,8 +83,10 @@ class _Call:
     flops: int = 0
     touched_bytes: int = 0
     made: dict[int, int] = field(default_factory=dict)
+    elements: int = 0
     probes: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     decides: bool = False
+    scores: frozenset[int] = frozenset()
     makers: list[_Call] = field(default_factory=list)
 
 
@@ -110,7 +113,7 @@ class BlockProfiler:
         leaving = next((tensor for tensor in given if can_leave(tensor, engine, least)), None)
         self._input_bytes = 0 if leaving is None else sum(waiting_bytes(leaving, engine, least).values())
         buffers = frozenset(storage._cdata for buffer in module.buffers() for storage in storages_of(buffer))
-        self._mode = _ProfileMode(engine, least, buffers)
+        self._mode = _ProfileMode(engine, least, buffers, max((leaf.numel() for leaf in given), default=0))
         probes = [probe for tensor in given if (probe := version_probe(tensor)) is not None]
         self._given = [(probe, probe._version) for probe in probes]
         self._plain: tuple[float, float] | None = None
@@ -226,7 +229,9 @@ class _ProfileMode(CallMode):
     """calls: those that a recompute makes as well. last_save: how many of them had run when autograd saved
     the last tensor. only: why the block must not be recomputed."""
 
-    def __init__(self, engine: OffloadEngine, min_elements: int, buffers: frozenset[int]) -> None:
+    def __init__(
+        self, engine: OffloadEngine, min_elements: int, buffers: frozenset[int], most_elements: int
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[_Call] = []
         self.last_save = 0
@@ -235,6 +240,7 @@ class _ProfileMode(CallMode):
         self.saved = SavedBytes(engine, min_elements)
         self._engine = engine
         self._min_elements = min_elements
+        self._most_elements = most_elements  # of scores that are kept
         self._buffers = buffers
         self._times = engine.device.torch_device.type != "cpu"
         self._counts: Counter[Any] = Counter()
@@ -323,7 +329,8 @@ class _ProfileMode(CallMode):
             if found is not None:
                 maker = found[1]
                 call.makers.append(maker)
-                maker.must |= maker.decides and not part.is_floating_point()
+                if maker.decides and is_decision(part, func):
+                    self._decided(maker, inputs)
         if func in UNTRACKED_VIEWS:
             for key in given & self._made.keys():
                 self._probe(self._made[key][1], output)
@@ -345,8 +352,9 @@ class _ProfileMode(CallMode):
         tags = getattr(func, "tags", ())
         if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
             self._depends_on_data = True
-        whole = (not part.is_floating_point() and part.dtype is not torch.bool for part in made)
-        call.decides = any(part.is_floating_point() for part in inputs) and any(whole)
+        call.elements = max((part.numel() for part in made), default=0)
+        call.decides = decides(func, inputs, made)
+        call.scores = frozenset(part.numel() for part in inputs if part.numel() <= self._most_elements)
         call.must = bool(made) and is_collective(func)
         if call.why_not:
             return
@@ -356,6 +364,13 @@ class _ProfileMode(CallMode):
         if self._with_grad and not torch.is_grad_enabled() and not is_collective(func):
             for part in made:
                 self._unseen.add(call, part)
+
+    def _decided(self, maker: _Call, inputs: Sequence[torch.Tensor]) -> None:
+        """`maker` has decided, and is read beside other `inputs`."""
+        maker.must = True
+        beside = (self._made.get(part.untyped_storage()._cdata) for part in inputs)
+        for call in (*maker.makers, *(found[1] for found in beside if found is not None)):
+            call.must |= call.elements in maker.scores and not call.why_not
 
     def _probe(self, call: _Call, output: Any) -> None:
         for leaf in tree_leaves(output):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offload import OffloadError
-from offload.checkpoint.kept import KeptCall, RandomStep, alias_of, check_keepable
+from offload.checkpoint.kept import KeptCall, RandomStep, alias_of, check_keepable, make_of
 from offload.saved.handles import Passed
 
 aten = torch.ops.aten
@@ -22,7 +22,7 @@ def stays(packed: Any) -> Tensor:
 def call_of(operator: Any, *args: Any, **kwargs: Any) -> tuple[KeptCall, Any]:
     started = RandomStep.start(operator, args, kwargs)
     outputs = operator(*args, **kwargs)
-    return KeptCall(operator, 0, args, kwargs, outputs, RandomStep.end(started)), outputs
+    return KeptCall(operator, 0, make_of(args, kwargs), outputs, RandomStep.end(started)), outputs
 
 
 # -- operators -----------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def test_what_is_no_tensor_is_given_again_as_it_was() -> None:
     """max_q and max_k of fused attention are numbers, and absent tensors are None."""
     x = torch.ones(2, 3)
     outputs = (x, None, 7, [x + 1])
-    call = KeptCall(aten.mm.default, 0, (x,), {}, outputs, None)
+    call = KeptCall(aten.mm.default, 0, make_of((x,), {}), outputs, None)
     first, none, number, (second,) = call.again((x,), {}, stays)
     assert (none, number) == (None, 7)
     assert torch.equal(first, x)
@@ -76,7 +76,7 @@ def test_what_is_no_tensor_is_given_again_as_it_was() -> None:
 def test_only_unchanged_outputs_leave_and_a_changed_one_is_an_error_when_it_is_read() -> None:
     x = torch.ones(2, 2)
     changed, same = torch.zeros(2), torch.zeros(3)
-    call = KeptCall(aten.mm.default, 3, (x,), {}, (changed, same), None)
+    call = KeptCall(aten.mm.default, 3, make_of((x,), {}), (changed, same), None)
     changed.add_(1)
     left: list[Tensor] = []
 

@@ -1,0 +1,238 @@
+"""What a block decides is the forward's in its recompute, whatever its scores are by then; blocks that decide
+nothing run without a dispatch mode from their second call on.
+
+A block here computes other scores in a backward than in its forward, as a kernel that adds in another order
+does. Only a recompute runs in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import offload
+from offload import PipelineOffloadManager, RecomputeDiffersError
+from offload.checkpoint import decisions
+from offload.checkpoint.selective import CallMode
+
+WIDTH, ROWS, EXPERTS = 8, 12, 5
+
+
+def is_recompute() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class Block(nn.Module):
+    """x + choose(x, scores), whose scores are others in a recompute, by far more than a last bit."""
+
+    def __init__(self, choose: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 4)
+        self.choose = choose
+        self.differs = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x)
+        scores = scores * (-1.7 if self.differs and is_recompute() else 1.0)
+        return x + self.choose(self, x, scores)
+
+
+def rows_of(block: nn.Module, x: Tensor, rows: Tensor, expert: int) -> Tensor:
+    experts: Any = block.experts
+    return torch.zeros_like(x).index_add(0, rows, x[rows] @ experts[expert])
+
+
+def by_topk(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+    """Every expert has its rows, and weights that are normalised in place."""
+    weights, index = functional.softmax(scores, -1).topk(2)
+    weights /= weights.sum(-1, keepdim=True)
+    y = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        rows, place = torch.where(index == expert)
+        y = y + rows_of(block, x, rows, expert) * weights[rows, place].sum()
+    return y
+
+
+def by_argmax(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+    experts: Any = block.experts
+    return torch.bmm(x[:, None], experts[scores.argmax(-1)])[:, 0]
+
+
+def by_sorted_layout(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+    """Counts and offsets are whole numbers of whole numbers."""
+    order = scores.argmax(-1).sort()
+    ends = torch.bincount(order.values, minlength=EXPERTS).cumsum(0).tolist()
+    experts: Any = block.experts
+    parts = [
+        x[order.indices[start:end]] @ experts[expert]
+        for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
+    ]
+    return torch.cat(parts)[order.indices.argsort()]
+
+
+def by_mask(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+    """Rows are taken by a mask."""
+    mask = scores[:, 0] > 0
+    y = torch.zeros_like(x)
+    y[mask] = x[mask] @ block.experts[0]  # type: ignore[index]
+    return y
+
+
+def by_cast(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+    """The whole numbers are a cast, which is never kept: its input is."""
+    return rows_of(block, x, scores.detach()[:, 1].mul(9).abs().clamp(max=ROWS - 1).long(), 1)
+
+
+def by_python(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+    experts: Any = block.experts
+    return x @ experts[1 if scores[0, 0] > scores[0, 1] else 2]
+
+
+def by_gathered_scores(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+    """Chosen with a bias, weighed without it, as a router that balances itself does."""
+    scores = scores.sigmoid()
+    index = (scores + torch.linspace(0, 1, EXPERTS)).topk(2).indices
+    experts: Any = block.experts
+    picked = torch.einsum("tw,tkwv->tkv", x, experts[index])
+    return (picked * scores.gather(1, index)[..., None]).sum(1)
+
+
+def by_sampling(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+    experts: Any = block.experts
+    rows = torch.multinomial(functional.softmax(scores, -1), 1)[:, 0]
+    return functional.dropout(torch.bmm(x[:, None], experts[rows])[:, 0], 0.5)
+
+
+CHOICES = [
+    by_topk,
+    by_argmax,
+    by_sorted_layout,
+    by_mask,
+    by_cast,
+    by_python,
+    by_gathered_scores,
+    by_sampling,
+]
+
+
+def model_of(choose: Callable[..., Tensor]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(choose) for _ in range(3)))
+
+
+def gradients(
+    model: nn.Module, manager: PipelineOffloadManager | None = None, steps: int = 3
+) -> list[Tensor]:
+    torch.manual_seed(1)
+    found = []
+    for _ in range(steps):
+        model.zero_grad()
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        model(x).square().sum().backward()
+        found += [x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        if manager is not None:
+            manager.step_end()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["hidden_states", "selective", "auto"])
+@pytest.mark.parametrize("choose", CHOICES)
+def test_a_recompute_has_the_rows_and_the_bits_of_its_forward(
+    choose: Callable[..., Tensor], mode: Any, manager: PipelineOffloadManager
+) -> None:
+    expected = gradients(model_of(choose))
+    model = model_of(choose)
+    offload.apply(model, mode=mode, min_numel=1)
+    found = gradients(model, manager)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+def test_without_what_is_kept_each_of_them_is_refused_or_fails(
+    choose: Callable[..., Tensor], manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decisions, "is_decision", lambda part, reader: False)
+    model = model_of(choose)
+    offload.apply(model, mode="hidden_states", min_numel=1)
+    with pytest.raises((RecomputeDiffersError, torch.utils.checkpoint.CheckpointError)):
+        gradients(model, manager)
+
+
+@pytest.mark.parametrize("mode", ["hidden_states", "selective"])
+def test_two_backwards_of_one_graph_have_the_rows_of_its_forward(
+    mode: Any, manager: PipelineOffloadManager
+) -> None:
+    """What was kept is copied: the block normalises its weights in place in each recompute."""
+    expected: list[Tensor] = []
+    for apply in (False, True):
+        model = model_of(by_topk)
+        if apply:
+            offload.apply(model, mode=mode, min_numel=1)
+        torch.manual_seed(1)
+        for _ in range(2):
+            loss = model(torch.randn(ROWS, WIDTH)).square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        assert not apply or all(map(torch.equal, expected, found))
+        expected = found
+
+
+class Pool(nn.Module):
+    """Its pooling makes places of maxima, which nothing but the backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.max_pool1d(self.inner(x)[None], 3, 1, 1)[0]
+        return functional.relu(y) + x * (y > 0)
+
+
+@pytest.fixture
+def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Classes of the dispatch modes that are entered."""
+    entered: list[str] = []
+    enter = CallMode.__enter__
+
+    def noted(self: CallMode) -> Any:
+        entered.append(type(self).__name__)
+        return enter(self)
+
+    monkeypatch.setattr(CallMode, "__enter__", noted)
+    return entered
+
+
+def test_a_block_that_decides_nothing_runs_under_a_mode_in_its_first_call_only(
+    manager: PipelineOffloadManager, modes: list[str]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Pool(), Pool(), Pool())
+    offload.apply(model, mode="hidden_states", min_numel=1)
+    gradients(model, manager, steps=1)
+    assert modes.count("_FirstMode") == 3
+    del modes[:]
+    gradients(model, manager, steps=4)
+    assert modes == []
+    offload.apply(routed := model_of(by_topk), mode="hidden_states", min_numel=1)
+    gradients(routed, manager, steps=2)
+    assert (modes.count("_FirstMode"), modes.count("_ForwardMode")) == (3, 3)
+
+
+def test_scores_larger_than_the_blocks_input_are_recomputed(manager: PipelineOffloadManager) -> None:
+    """A codebook's distances would take more memory than what the block is recomputed for: the decision
+    alone is kept, and the net says that the rest differs."""
+    model = model_of(lambda block, x, scores: by_argmax(block, x, scores.sigmoid()))
+    for block in model:
+        block.gate = nn.Linear(WIDTH, 2 * WIDTH, bias=False)  # type: ignore[union-attr]
+        block.experts = nn.Parameter(torch.randn(2 * WIDTH, WIDTH, WIDTH) / 4)  # type: ignore[union-attr]
+    offload.apply(model, mode="hidden_states", min_numel=1)
+    with pytest.raises(RecomputeDiffersError, match=rf"the first is float32\[{ROWS}, {2 * WIDTH}\]"):
+        gradients(model, manager)
