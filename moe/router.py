@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed import _functional_collectives as collectives
 
 from .config import MixtureConfig
 
@@ -142,8 +141,11 @@ def _top_k(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def _gathered(counts_E: Tensor, group: dist.ProcessGroup) -> Tensor:
-    counts = collectives.all_gather_tensor(counts_E, 0, group)
-    return counts.view(group.size(), -1) + 0  # waits, so that nobody else finds an unfinished tensor
+    # the operator itself: its wrapper in torch has one name up to 2.12 and another since
+    exchange = torch.ops._c10d_functional
+    counts = exchange.all_gather_into_tensor(counts_E, group.size(), group.group_name)
+    counts_PE: Tensor = exchange.wait_tensor(counts).view(group.size(), -1)
+    return counts_PE
 
 
 def _imbalance(probs_TE: Tensor, counts_PE: Tensor) -> Tensor:
