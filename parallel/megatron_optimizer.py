@@ -118,9 +118,7 @@ class HybridDeviceOptimizer(Optimizer):
             kwargs, [cls for cls in (cpu_optimizer_cls, gpu_optimizer_cls) if cls is not None]
         )
         self._built: offload.HybridDeviceOptimizer | None = None
-        self._has_state = False  # somebody's: of a step, a dummy step or a load
-        self._shown: defaultdict[Tensor, Any] | None = None  # `state` as it was handed out
-        self._as_read: dict[Tensor, dict[Any, Any]] = {}  # what was in it then
+        self._early: Any = None  # `state` before that
         self._of_groups = dict(kwargs)
         super().__init__(params, dict(kwargs))
         self.defaults = {**self._arguments, **kwargs}
@@ -132,7 +130,7 @@ class HybridDeviceOptimizer(Optimizer):
         A view of a parameter, as the shards of a float32 model are, is made one that may have a gradient.
         """
         if self._built is not None:
-            self._ready()  # what was written so far has the numbers of the groups so far
+            self._checked()
         shown, self.defaults = self.defaults, self._of_groups
         given = param_group["params"]
         param_group["params"] = [given] if isinstance(given, Tensor) else list(given)
@@ -158,6 +156,8 @@ class HybridDeviceOptimizer(Optimizer):
             self._built = _Hybrid(
                 self.param_groups, **self._arguments, cpu_share=1.0, **self._kwargs
             )  # its groups are the very dicts of these
+            if self._early:
+                self._built.state = self._early
         return self._built
 
     def _checked(self) -> offload.HybridDeviceOptimizer:
@@ -177,12 +177,6 @@ class HybridDeviceOptimizer(Optimizer):
             )
         return hybrid
 
-    def _ready(self) -> offload.HybridDeviceOptimizer:
-        """Checked, and with what was written into `state`."""
-        hybrid = self._checked()
-        self._take_writes(hybrid)
-        return hybrid
-
     # -- the step --------------------------------------------------------------------------------------------
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """See offload.HybridDeviceOptimizer. Raises OffloadError in a capture: half of the step is the
@@ -192,12 +186,7 @@ class HybridDeviceOptimizer(Optimizer):
                 "step() is captured into a CUDA graph, and the host's part of it would not be replayed; set "
                 "optimizer_cuda_graph=False"
             )
-        hybrid = self._ready()
-        try:
-            return hybrid.step(closure)
-        finally:
-            self._shown = None
-            self._has_state = True
+        return self._checked().step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops or zeroes gradients, as torch's does, `decoupled_grad` too."""
@@ -215,9 +204,7 @@ class HybridDeviceOptimizer(Optimizer):
     def dummy_step(self) -> None:
         """Fill `state` with zeros, to load into. Megatron's own steps by random gradients; this leaves the
         weights as they are."""
-        self._ready().dummy_step()
-        self._shown = None
-        self._has_state = True
+        self._checked().dummy_step()
 
     def update_fp32_param_by_new_param(self) -> None:
         """Masters follow the weights. Raises OffloadError if the parameters are masters themselves, whose
@@ -235,7 +222,7 @@ class HybridDeviceOptimizer(Optimizer):
                 "use_precision_aware_optimizer=True"
             )
         if self._built is not None:  # else they are fetched when it is
-            self._ready().update_fp32_param_by_new_param()
+            self._checked().update_fp32_param_by_new_param()
 
     # -- the optimizers inside -------------------------------------------------------------------------------
     @property
@@ -267,49 +254,27 @@ class HybridDeviceOptimizer(Optimizer):
     # -- state -----------------------------------------------------------------------------------------------
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """By parameter: empty before the first step, dummy step or load. Tensors are the real ones, or views
-        of them: a later step changes them, and a copy into one counts. So does a new value under a key, from
-        the next call on. Blocks the host for the step under way.
+        """By parameter: empty before the first step, dummy step or load; see offload.HybridDeviceOptimizer.
+        Blocks the host for the step under way.
         """
-        if self._shown is None:
-            found = self._built.state if self._built is not None and self._has_state else {}
-            self._shown = defaultdict(dict, {parameter: dict(entry) for parameter, entry in found.items()})
-            self._as_read = {parameter: dict(entry) for parameter, entry in self._shown.items()}
-        return self._shown
+        return self._early if self._built is None else self._built.state
 
     @state.setter
-    def state(self, value: Mapping[Tensor, Any]) -> None:
-        self._shown = defaultdict(dict, value)
+    def state(self, value: Any) -> None:
+        if vars(self).get("_built") is None:
+            self._early = value
+        else:
+            self._built.state = value  # type: ignore[union-attr]
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:
-        """Megatron's word for: what was written into `state` counts from now on."""
-        self._ready()
-
-    def _take_writes(self, hybrid: offload.HybridDeviceOptimizer) -> None:
-        if self._shown is None:
-            return
-        shown = {parameter: entry for parameter, entry in self._shown.items() if entry}
-        if shown.keys() != self._as_read.keys() or any(
-            _differs(entry, self._as_read[parameter]) for parameter, entry in shown.items()
-        ):
-            order = {id(member.parameter): member.index for member in hybrid.members}
-            foreign = [parameter for parameter in shown if id(parameter) not in order]
-            if foreign:
-                raise OffloadError(
-                    f"state has entries of {len(foreign):,} tensors, the first of shape "
-                    f"{tuple(foreign[0].shape)}, in no param group"
-                )
-            state = {order[id(parameter)]: entry for parameter, entry in shown.items()}
-            self._load(hybrid, {"state": state, "param_groups": self._numbered_groups()})
-            self._has_state = bool(state)
-        self._shown = None
-        self._as_read = {}
+        """Megatron's word for: what was written into `state` counts from now on. It does so anyway."""
+        self._checked()
 
     def state_dict(self) -> dict[str, Any]:
         """Refers to the tensors of `state`, as torch's does. Places are not in it: they follow from the
         arguments alone."""
         if self._built is not None:
-            self._ready()
+            self._checked()
         packed = super().state_dict()
         for group, own, _ in self._counts():
             if "step" in own:
@@ -323,25 +288,16 @@ class HybridDeviceOptimizer(Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = hook(self, loaded) or loaded
         self._load(self._checked(), loaded)
-        self._shown, self._as_read = None, {}
-        self._has_state = bool(loaded["state"])
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def _load(self, hybrid: offload.HybridDeviceOptimizer, given: Mapping[str, Any]) -> None:
-        """Counts of groups go to the groups that keep one, and to their parameters. A master that only was
-        read is left out: then the weights say whether it still holds."""
+        """Counts of groups go to the groups that keep one, and to their parameters."""
         loaded = dict(given)
         counts = self._counts()
         groups: list[dict[str, Any]] = [dict(group) for group in loaded.get("param_groups", ())]
         if "state" in loaded and len(groups) == len(self.param_groups):
-            as_read = {id(entry[MASTER]) for entry in self._as_read.values() if MASTER in entry}
-            state = loaded["state"] = {
-                key: {
-                    name: value for name, value in entry.items() if name != MASTER or id(value) not in as_read
-                }
-                for key, entry in loaded["state"].items()
-            }
+            state = loaded["state"] = {key: dict(entry) for key, entry in loaded["state"].items()}
             for group, own, places in counts:
                 count = groups[group].get("step", own.get("step"))
                 for key in (
@@ -383,18 +339,10 @@ class HybridDeviceOptimizer(Optimizer):
                 found.append((index, own_of[stepped[id(group["params"][places[0]])]], places))
         return found
 
-    def _numbered_groups(self) -> list[dict[str, Any]]:
-        numbers = iter(range(sum(len(group["params"]) for group in self.param_groups)))
-        return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
-
     def close(self) -> None:
         """End the workers and give the host memory back. Blocks the host."""
         if self._built is not None:
             self._built.close()
-
-
-def _differs(entry: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
-    return entry.keys() != before.keys() or any(value is not before[key] for key, value in entry.items())
 
 
 def names_of_optimizer_page(page: ModuleType) -> dict[str, Any]:

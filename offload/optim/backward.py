@@ -31,7 +31,7 @@ __all__ = ["BackwardSteps"]
 
 
 def _versions(gradient: Tensor) -> tuple[int, int]:
-    """Of the tensor, and of its local shard."""
+    """Version counters of the tensor and of its local shard."""
     return gradient._version, local_of(gradient)._version
 
 

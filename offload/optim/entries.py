@@ -61,24 +61,29 @@ class Placed(Protocol):
 
 
 class UserState:
-    """The dictionary, and how memory follows it. with_masters: entries show masters.
+    """The dictionary, and how memory follows it. Nothing may be in flight in any call but `note_step`.
 
-    Nothing may be in flight in any call but `note_step`.
+    with_masters: entries show masters.
+
+    | field | what | written by |
+    |---|---|---|
+    | all | the dictionary itself | anybody |
+    | is_looked_at | whether somebody may have written into it since the last step | `look`, `take_over` |
+    | is_held | whether somebody has it, an entry or a tensor of one in the step under way | `take_over` |
+    | _is_shown | whether all that steps have made is in it | `note_step`, `show` |
+    | _lent | aliases of flat memory and of masters, by index of the parameter and key | `_lend` |
+    | _seen | entries of classes as they were when a step began or ended, by index | `_see` |
     """
 
     def __init__(self, placed: Placed, *, with_masters: bool) -> None:
         self.all: MutableMapping[Any, Any] = defaultdict(dict)
         self.is_looked_at = False
-        """Whether somebody may have written since the last step."""
         self.is_held = False
-        """Whether somebody has the dictionary, an entry or a tensor of it in the step under way."""
         self._placed = placed
         self._with_masters = with_masters
         self._is_shown = True
-        self._lent: dict[int, dict[Any, Tensor]] = {}  # aliases of flat memory and masters, by index and key
-        self._seen: dict[
-            int, dict[Any, Any]
-        ] = {}  # a class's entries as they were when a step began or ended
+        self._lent: dict[int, dict[Any, Tensor]] = {}
+        self._seen: dict[int, dict[Any, Any]] = {}
 
     def note_step(self) -> None:
         """A step or a change of groups may make state that is not in the dictionary yet."""
@@ -140,12 +145,15 @@ class UserState:
     def _fill(self, made: Mapping[int, Any]) -> None:
         """Have in the dictionary, in the parameters' order, what classes have made and what is in memory."""
         for member in self._placed.members:
-            kept, entry = self._placed.part_of(member).kept(member), self.all.get(member.parameter)
+            kept = self._placed.part_of(member).kept(member)
+            entry: Any = self.all.get(member.parameter)
             if member.index in made or (kept and entry is None):
                 entry = self.all[member.parameter] = made.get(member.index, {})
-            for key, places in self._homes(member).items() if entry or kept else ():
-                if entry is not None and key in (*kept, MASTER) and key not in entry:
-                    self._lend(member, entry, key, places[0])
+            names = (*kept, *([MASTER] if self._with_masters else [])) if entry or kept else ()
+            if missing := [name for name in names if name not in entry]:
+                homes = self._homes(member)
+                for name in missing:
+                    self._lend(member, entry, name, homes[name][0])
         self._see()
 
     def _lend(self, member: ParamView, entry: Any, key: Any, place: Tensor) -> None:

@@ -83,7 +83,7 @@ class FSDPGPUOptimizerWrapper(Optimizer):
         return self.optimizer.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the optimizer's own."""
+        """Adds the group to the optimizer."""
         self.optimizer.add_param_group(param_group)
 
     @property
@@ -170,14 +170,14 @@ class FSDPGPUOptimizerWrapper(Optimizer):
 
     # -- state dicts -----------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """As the optimizer's own, whose tensors later steps write, with copies of them; DTensors where the
+        """The optimizer's own, with copies of the tensors, which later steps write; DTensors where the
         parameters are."""
         found: dict[str, Any] = self.optimizer.state_dict()
         found["state"] = {key: _copied(entry) for key, entry in found["state"].items()}
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the optimizer's own. Raises its errors before anything is changed here."""
+        """Loads into the optimizer. Raises its errors before anything is changed here."""
         self.optimizer.load_state_dict(state_dict)
         self._follow()
 

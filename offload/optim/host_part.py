@@ -50,7 +50,7 @@ class HostBucket(ABC):
     def __post_init__(self) -> None:
         self.device = self.copies.device
         self.rank = 0
-        """In the order in which a forward needs the buckets."""
+        """Place in the order in which a forward needs the buckets."""
         self.returned: Event | None = None
         """Recorded behind the new weights and the last use of the gradients."""
         self.done = Latch(is_open=True)  # no worker has it
@@ -110,7 +110,7 @@ class HostPart(Part, Generic[B]):
     """
 
     described: str
-    """In messages."""
+    """What messages call the parameters."""
 
     def __init__(
         self, engine: OffloadEngine, options: HostOptions, new_bucket: Callable[..., B], *, whole: bool
@@ -134,7 +134,7 @@ class HostPart(Part, Generic[B]):
         """The flats of a section of parameters of `dtype`."""
 
     def add(self, members: Sequence[ParamView]) -> None:
-        """As Part: pin their memory, which blocks the host. Raises HostBudgetError, before anything is
+        """Pin their memory, which blocks the host. Raises HostBudgetError, before anything is
         pinned."""
         kinds: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int]]] = {}
         for member in members:
@@ -176,7 +176,7 @@ class HostPart(Part, Generic[B]):
             self.stateless.update(member.index for member in members)
 
     def regroup(self, groups: Sequence[UserGroup]) -> None:
-        """As Part, with memory for the moments that the groups name: amsgrad may be asked for later, as a
+        """Follow the groups, with memory for the moments that they name: amsgrad may be asked for later, as a
         checkpoint does."""
         self._group_of = index_of(groups)
         for section in self.sections if not self.whole else ():
@@ -239,7 +239,7 @@ class HostPart(Part, Generic[B]):
         (self.stateless.discard if has or self.whole else self.stateless.add)(member.index)
 
     def forget(self, member: ParamView) -> None:
-        """As Part. Host memory goes back once no parameter of the section is left."""
+        """Forget the parameter. Host memory goes back once no parameter of the section is left."""
         super().forget(member)
         self.stateless.discard(member.index)
         del self._pieces_of[member.index]

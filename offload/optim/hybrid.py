@@ -56,9 +56,6 @@ __all__ = ["HybridDeviceOptimizer"]
 
 logger = speaker(__name__)
 
-REPLACED = {"overlap_backward": "backward", "step_in_backward": "backward"}
-"""Arguments of before, and the overlap that does what they asked for."""
-
 
 class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
     """See the module. The positional arguments, and what they mean, are those of Megatron-core's class of
@@ -90,10 +87,10 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         """Build the host side: pins its memory, which blocks the host. Raises ValueError or HostBudgetError
         before anything has moved.
 
-        offload_fraction: share of the elements whose state leaves the device, in order. 0, with one class and
-            no masters: the object is one of the class itself, by multiple inheritance (in_place.py), and only
-            `max_grad_norm` of the other arguments does something; `decoupled_grad` is not read. Objects of a
-            subclass of this class are not.
+        offload_fraction: share of the elements whose state leaves the device, in order. 0, with one class, no
+            masters and no max_grad_norm: the object is one of the class itself, by multiple inheritance
+            (in_place.py), and other arguments do nothing; `decoupled_grad` is not read. Objects of a subclass
+            of this class are not.
         cpu_optimizer_cls, gpu_optimizer_cls: None is the other one, or torch.optim.AdamW. kwargs go to both.
             A class that is not of torch.optim may look at all parameters at once: it is one optimizer,
             without overlap, and where only a part would leave all state does. It is called as it is alone,
@@ -134,19 +131,14 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         cpu_threads: of the CPU optimizer. None: as many as torch would use on the cores near the device, less
             two.
         """
-        for name, instead in REPLACED.items():
-            if name in kwargs:
-                raise ValueError(f'{name} was replaced: give overlap="{instead}", or leave it out for "step"')
         cpu_cls = cpu_optimizer_cls or gpu_optimizer_cls or AdamW
         gpu_cls = gpu_optimizer_cls or cpu_optimizer_cls or AdamW
         check_fraction("offload_fraction", offload_fraction)
         keeps_all = not offload_fraction and cpu_cls is gpu_cls and not param_update_in_fp32
-        if keeps_all and type(self) is HybridDeviceOptimizer:
-            checked = checked_overlap(overlap, model, has_workers=True, clips=max_grad_norm is not None)
+        if keeps_all and max_grad_norm is None and type(self) is HybridDeviceOptimizer:
+            checked = checked_overlap(overlap, model, has_workers=True, clips=False)
             cls = checked_class("cpu_optimizer_cls", cpu_cls, kwargs)
-            build_in_place(
-                self, cls, params, kwargs, overlap=checked, engine=engine, max_grad_norm=max_grad_norm
-            )
+            build_in_place(self, cls, params, kwargs, overlap=checked, engine=engine)
             HybridDeviceOptimizer.register(type(self))
             return
         defaults: dict[str, Any] = {}
@@ -223,7 +215,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         self._built = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. New parameters are placed after those there are, by the same fraction. Blocks the host
+        """Add a group. Its parameters are placed after those there are, by the same fraction. Blocks the host
         for pinning."""
         super().add_param_group(param_group)
         if not self._built:
@@ -246,7 +238,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         return functools.partial(self._runner.called, found) if callable(found) else found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As `__getattr__`: what only the wrapped class has is set there."""
+        """What only the wrapped class has is set there."""
         whole = self.placed.whole if self._built else None
         sole = whole.optimizer if whole else None
         theirs = not (name.startswith("_") or name in vars(self) or hasattr(type(self), name))
@@ -258,15 +250,14 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
     # -- Megatron's attributes -------------------------------------------------------------------------------
     @property
     def cpu_optimizers(self) -> list[Optimizer]:
-        """Of the host's parameters: one a bucket with overlap, one in all without; and one for parameters
-        that live on the host."""
+        """The optimizers that step on the host: one a bucket, and one for what is stepped whole."""
         on_host = self.placed.on_host if self.placed.on_host is not self.placed.on_gpu else None
         found = [*self.placed.cpu.optimizers, on_host.optimizer if on_host is not None else None]
         return [optimizer for optimizer in found if optimizer is not None]
 
     @property
     def gpu_optimizer(self) -> Optimizer | None:
-        """Of the parameters that stay; None if there are none."""
+        """The optimizer of the parameters that stay; None if there are none."""
         return self.placed.on_gpu.optimizer
 
     @property
@@ -276,7 +267,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
 
     @property
     def cpu_share(self) -> float:
-        """Of the offloaded elements, what the host steps."""
+        """Share of the offloaded elements that the host steps."""
         return self.placed.cpu_share
 
     @property
@@ -351,7 +342,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
             return self._runner.clip(max_norm, norm_type, total)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, for `decoupled_grad` too. Zeroing in place waits for what still reads the gradients."""
+        """Clears `decoupled_grad` too. Zeroing in place waits for what still reads the gradients."""
         self._runner.drop_gradients(set_to_none)
         if (own := self._own("zero_grad")) is not None:
             self._runner.called(own, set_to_none)
@@ -409,7 +400,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         self._runner.state.note_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with a copy of what is on the host, and "hybrid": places, share and layout. Numbers,
+        """torch's form, with a copy of what is on the host, and "hybrid": places, share and layout. Numbers,
         strings and tensors only. All state is on the host once some of it is: torch.distributed.checkpoint
         takes one device only."""
         with self._steps.stepping:
@@ -453,7 +444,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
     def _load_by_class(
         self, optimizer: Optimizer, order: Mapping[Any, ParamView], loaded: Mapping[str, Any]
     ) -> None:
-        """As the class itself loads, of a copy, where one optimizer steps all."""
+        """The class loads a copy itself, where one optimizer steps all."""
         given = deepcopy({key: value for key, value in loaded.items() if key != "hybrid"})
         state = given.get("state", {})
         for key in order.keys() & state.keys():
@@ -477,7 +468,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         state = {order[key].parameter: dict(entry) for key, entry in loaded["state"].items() if key in order}
         with_class_rules(self._classes, self.param_groups, state, self.defaults)
         self._runner.regroup()
-        entries = {member: state[member.parameter] for member in order.values() if member.parameter in state}
+        entries = {self.placed.of[id(parameter)]: entry for parameter, entry in state.items()}
         others = deepcopy({key: entry for key, entry in loaded["state"].items() if key not in order})
         self._runner.state.load(entries, others)
 

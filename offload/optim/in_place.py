@@ -2,12 +2,12 @@
 
 One invariant: the class comes first in the order of methods, and so does torch's Optimizer. So its steps,
 closures, hooks, state, state dicts and what a GradScaler asks of it are its own, and no code of this package
-runs in them, except where `max_grad_norm` clips.
+runs in them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -35,7 +35,7 @@ class InPlace:
     host_bytes = 0
     ring_bytes = 0
     overlap: Overlap = "step"
-    max_grad_norm: float | None = None
+    max_grad_norm = None
     last_grad_norm: Tensor | None = None
     last_microbatch: bool | None = None
     _given_engine: OffloadEngine | None = None
@@ -117,29 +117,8 @@ def build_in_place(
     *,
     overlap: Overlap,
     engine: OffloadEngine | None,
-    max_grad_norm: float | None,
 ) -> None:
     """Make `optimizer`, which has no attributes yet, an object of `cls`, and run that constructor."""
     optimizer.__class__ = _in_place(cls)
     optimizer.__init__(params, **kwargs)
-    optimizer.overlap, optimizer.max_grad_norm, optimizer._given_engine = overlap, max_grad_norm, engine
-    if max_grad_norm is not None:
-        optimizer._step_supports_amp_scaling = False  # a norm is of gradients that were unscaled
-        optimizer.register_step_pre_hook(_clip_first)
-
-
-def _clip_first(optimizer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Clip before the step, or after each evaluation of its closure."""
-    given = dict(keywords)
-    own, *rest = arguments
-    closure: Callable[[], Any] | None = rest.pop(0) if rest else given.pop("closure", None)
-    if closure is None:
-        optimizer.clip_grad_norm_(optimizer.max_grad_norm)
-        return None
-
-    def clipped() -> Any:
-        loss = closure()
-        optimizer.clip_grad_norm_(optimizer.max_grad_norm)
-        return loss
-
-    return (own, clipped, *rest), given
+    optimizer.overlap, optimizer._given_engine = overlap, engine

@@ -118,17 +118,17 @@ class Placement:
         self._engine = engine
         self._options = options
         self.cpu_share = self._checked_share()
-        """Of the offloaded elements, what the host steps."""
+        """Share of the offloaded elements that the host steps."""
         self.members: list[ParamView] = []
-        """Every parameter that was in a group at the last `regroup`, in the order in which they came."""
+        """Every parameter that was in a group at the last `regroup`, in the order of the groups."""
         self.of: dict[int, ParamView] = {}
-        """The same, by the parameter's id."""
+        """The members, by the parameter's id."""
         self.groups: dict[int, dict[str, Any]] = {}
         """The param group of each parameter that is in one now, by index."""
         self.user_groups: list[UserGroup] = []
         self._next = 0  # index of the next parameter
         self.places: dict[int, Place] = {}
-        """By index."""
+        """Place of each parameter, by index."""
         self.when_left: Callable[[ParamView], None] = _nothing_of
         """Called with a parameter that is in no group any more, before its state's memory goes."""
         self._moved = False  # a parameter was found elsewhere since `_sharing_memory` was looked for
@@ -156,11 +156,6 @@ class Placement:
         """Whether the state of a parameter of the device is on the host."""
         return self.places[member.index] in (Place.CPU, Place.STREAMED)
 
-    @property
-    def grouped(self) -> list[ParamView]:
-        """The parameters that are in a group now."""
-        return [member for member in self.members if member.index in self.groups]
-
     def is_grouped_as(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether the very groups, and the parameters in them, are those of the last `regroup`, in the same
         order and with the same moments."""
@@ -174,7 +169,7 @@ class Placement:
     def regroup(self, groups: list[dict[str, Any]], names: Mapping[int, str]) -> list[ParamView]:
         """Place the parameters that are new after those there are, and follow changes of groups; the new ones
         that are offloaded. names: by the parameter's id, for messages. A parameter that is in no group any
-        more keeps its state and is not stepped. Blocks the host for pinning. Raises ValueError or
+        more is let go; its entry of state stays the user's. Blocks the host for pinning. Raises ValueError or
         HostBudgetError."""
         members = self._accepted(groups, names)
         movable = [member for member in members if self.places[member.index] is Place.GPU]
@@ -210,6 +205,8 @@ class Placement:
         self.groups = {index: group.values for group in self.user_groups for index in group.indices}
         self._moved = True
         self._let_go()
+        by_index = {member.index: member for member in self.members}
+        self.members = [by_index[index] for index in self.groups]
         for part in self.parts:
             part.regroup(self.user_groups)
         return offloaded
@@ -309,7 +306,7 @@ class Placement:
         if self._moved:
             self._sharing_memory = []
             reaching: list[ParamView] = []  # those whose memory ends behind the address looked at
-            for member in sorted((m for m in self.grouped if m.numel and m.address), key=lambda m: m.address):
+            for member in sorted((m for m in self.members if m.numel and m.address), key=lambda m: m.address):
                 reaching = [other for other in reaching if member.address < other.address + other.nbytes]
                 self._sharing_memory += [
                     (other, member) for other in reaching if Place.CPU in (self[other], self[member])

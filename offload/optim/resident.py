@@ -105,16 +105,21 @@ class ResidentPart(Part):
         """What the class's step returns, after `fetch`, which calls that of this part. atomic: an error in it
         leaves weights and state as they were."""
         assert self.optimizer is not None
+        errors: list[BaseException] = []
 
         def evaluate() -> Any:
             self.give_back()
-            loss = closure[0]()
+            try:
+                loss = closure[0]()
+            except BaseException as error:
+                errors.append(error)
+                raise
             fetch()
             return loss
 
         fetch()
         try:
-            with undone_on_error(self.optimizer) if atomic else nullcontext():
+            with undone_on_error(self.optimizer, errors) if atomic else nullcontext():
                 return step_alone(self.optimizer, *([evaluate] if closure else []))
         finally:
             self.give_back()
@@ -128,7 +133,7 @@ class ResidentPart(Part):
             inner.copy_(weights)
 
     def reorder(self, member: ParamView, before: tuple[int, ...]) -> None:
-        """As Part: what is no parameter itself lies as the weights lie now, and so does its state. Where the
+        """What is no parameter itself lies as the weights lie now, and so does its state. Where the
         parameter itself is stepped its class decides what becomes of the state."""
         inner = self._inner[member.index]
         if inner is not member.parameter:
@@ -151,9 +156,9 @@ class ResidentPart(Part):
 
 
 @contextmanager
-def undone_on_error(optimizer: Optimizer) -> Iterator[None]:
-    """The optimizer steps all or nothing: an exception puts back weights, state and groups. An error is
-    raised as an OffloadError."""
+def undone_on_error(optimizer: Optimizer, not_ours: Sequence[BaseException]) -> Iterator[None]:
+    """The optimizer steps all or nothing: an exception puts back weights, state and groups. An error that is
+    not the closure's is raised as an OffloadError. not_ours: what the closure has raised."""
     groups = optimizer.param_groups
     said = deepcopy([{key: value for key, value in group.items() if key != "params"} for group in groups])
     named = deepcopy({key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
@@ -178,7 +183,7 @@ def undone_on_error(optimizer: Optimizer) -> Iterator[None]:
             for key in group.keys() - values_before.keys() - {"params"}:
                 del group[key]
             group.update(values_before)
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception) or any(error is each for each in not_ours):
             raise
         raise OffloadError(
             f"the step failed in {type(optimizer).__name__} ({type(error).__name__}: {error}); weights "

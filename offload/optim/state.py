@@ -35,21 +35,17 @@ SHAPED = (MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 def copy_to_host(placed: Placement, groups: Sequence[Mapping[str, Any]], state: dict[Any, Any]) -> None:
     """Replace the entries of a state dict by copies on the host, as the next step writes the originals; none
     if nothing is offloaded."""
-    order = (p for group in groups for p in group["params"])
-    offloaded = any(placed.is_offloaded(member) for member in placed.members)
-    for key, parameter in enumerate(order):
-        if key in state:
-            member, entry = placed.of[id(parameter)], state[key]
-            state[key] = {
-                name: _copy(member, name, entry[name]) if offloaded else entry[name] for name in entry
-            }
+    if any(placed.is_offloaded(member) for member in placed.members):
+        for key, parameter in enumerate(p for group in groups for p in group["params"]):
+            if key in state:
+                state[key] = {name: _copy(parameter, name, value) for name, value in state[key].items()}
 
 
-def _copy(member: ParamView, key: str, value: Any) -> Any:
+def _copy(parameter: Tensor, key: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return deepcopy(value)
     copied = local_of(value).detach().to("cpu", copy=True)
-    return copied if key == "step" else sharded_like(member.parameter, copied)
+    return copied if key == "step" else sharded_like(parameter, copied)
 
 
 def matched(

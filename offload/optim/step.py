@@ -34,7 +34,7 @@ __all__ = ["Overlap", "StepRunner", "checked_overlap"]
 Overlap = Literal["step", "forward", "backward"]
 
 _OPEN: weakref.WeakSet[StepRunner] = weakref.WeakSet()
-"""Of all optimizers that are not closed."""
+"""Runners of all optimizers that are not closed."""
 
 
 def checked_overlap(overlap: str, model: nn.Module | None, *, has_workers: bool, clips: bool) -> Overlap:
@@ -193,7 +193,7 @@ class StepRunner(Client):
         self.placed.refresh()
 
     def step(self, max_grad_norm: float | None, *closure: Callable[[], Any]) -> Any:
-        """As HybridDeviceOptimizer.step. max_grad_norm: None does not clip."""
+        """See HybridDeviceOptimizer.step. max_grad_norm: None does not clip."""
         loss, whole = None, self.placed.whole
         if closure and whole is None:
             with torch.enable_grad():
@@ -270,7 +270,7 @@ class StepRunner(Client):
         needed = {member.index for bucket in buckets for member in bucket.members}
         offloaded = [
             member
-            for member in self.placed.grouped
+            for member in self.placed.members
             if self.placed.is_offloaded(member) and member.index in gradients
         ]
         flats = {
@@ -330,14 +330,14 @@ class StepRunner(Client):
         self.steps.await_weights(now)
 
     def clip(self, max_norm: float, norm_type: float, total: Tensor | None) -> Tensor:
-        """As HybridDeviceOptimizer.clip_grad_norm_."""
-        gradients = [found for member in self.placed.grouped if (found := member.gradient) is not None]
+        """See HybridDeviceOptimizer.clip_grad_norm_."""
+        gradients = [found for member in self.placed.members if (found := member.gradient) is not None]
         await_all(gradients)
         device = self._engine.device.torch_device
         norm = total if total is not None else total_norm(gradients, norm_type, device)
         # summed where a rank has a share: a scaled sum is not the sum of scaled shares, bit for bit
         laid_out = self._gradients()
-        for member in self.placed.grouped:
+        for member in self.placed.members:
             if member.index in laid_out:
                 member.gradient = laid_out[member.index]
         clip_(list(laid_out.values()), max_norm, norm)
@@ -345,15 +345,15 @@ class StepRunner(Client):
         return norm
 
     def _gradients(self) -> dict[int, Tensor]:
-        """By parameter, as the parameter lies. Collective where a DTensor's gradient lies otherwise."""
+        """Gradients by parameter, laid out as it. Collective where a DTensor's gradient lies otherwise."""
         return {
             member.index: laid_out_as(member.parameter, found)
-            for member in self.placed.grouped
+            for member in self.placed.members
             if (found := member.gradient) is not None
         }
 
     def drop_gradients(self, set_to_none: bool) -> None:
-        """As HybridDeviceOptimizer.zero_grad, of what only this optimizer has: the steps in the backward, and
+        """Clear, for HybridDeviceOptimizer.zero_grad, what only this optimizer has: steps in the backward and
         `decoupled_grad`."""
         self.backward.raise_if_stepped("zero_grad was called without step()")
         self.backward.start_over()
@@ -397,12 +397,12 @@ class StepRunner(Client):
         )
 
     def capture_begins(self) -> None:
-        """As Client: nothing in flight may be waited for in the capture."""
+        """Nothing in flight may be waited for in the capture."""
         if self.overlap != "step":
             self.steps.finish_on_host()
 
     def capture_ends(self) -> None:
-        """As Client: each replay of the graph waits for the step before it."""
+        """Each replay of the graph waits for the step before it."""
         capture = self._engine.transfers.capture
         if self.overlap != "step" and capture is not None:
             capture.before_replay.append(weakly(self.steps.await_weights))

@@ -171,12 +171,13 @@ class HostedSteps:
             self._pending.clear()
 
     def finish_on_host(self) -> None:
-        """As `finish`, and the host may read and write state and masters. Blocks the host for the copies."""
+        """End the last step, after which the host may read and write state and masters. Blocks the host for
+        the copies."""
         self.raise_failure()
         self.end_on_host()
 
     def end_on_host(self) -> None:
-        """As `finish_on_host`, within a step."""
+        """`finish_on_host`, within a step."""
         self._finish()
         self._synchronize()
 

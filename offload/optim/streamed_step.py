@@ -205,7 +205,7 @@ class StreamedPart(HostPart[StreamedBucket]):
         return [FlatSpec(name, master_dtype.itemsize, self.options.pin_params, zero=True) for name in names]
 
     def regroup(self, groups: Sequence[UserGroup]) -> None:
-        """As Part, and make room on the device for the buckets that are on it at once."""
+        """Follow the groups, and make room on the device for the buckets that are on it at once."""
         super().regroup(groups)
         if not self.buckets:
             return

@@ -216,7 +216,7 @@ class _Hook:
 
 
 def _no_watch() -> None:
-    """Of a copied hook."""
+    """The watch of a copied hook: none."""
 
 
 def weakly(method: Callable[P, None]) -> Callable[P, None]:

@@ -234,6 +234,22 @@ def test_a_class_is_called_as_it_is_alone(loop: Any, fraction: float) -> None:
     same_bits(loop, fraction)
 
 
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_an_error_of_the_closure_is_raised_as_it_is(fraction: float) -> None:
+    model = net()
+    optimizer: Any = HybridDeviceOptimizer(model.parameters(), fraction, Sam)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def closure() -> Tensor:
+        raise StopIteration("no more batches")
+
+    with pytest.raises(StopIteration, match="no more batches"):
+        optimizer.step(closure)
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.step(lambda: loss_of(model, 0).backward())
+    optimizer.close()
+
+
 @pytest.mark.parametrize("loop", [scaled, copied], ids=lambda loop: loop.__name__)
 def test_a_loop_that_offloads_nothing_has_the_bits_of_the_class(loop: Any) -> None:
     same_bits(loop, 0.0)
@@ -250,7 +266,7 @@ def same_bits(loop: Any, fraction: float) -> None:
 
 def test_it_is_an_object_of_the_class_and_has_the_names_of_ours() -> None:
     model = net()
-    optimizer: Any = HybridDeviceOptimizer(model.parameters(), 0.0, AdamW, lr=1e-2, max_grad_norm=0.1)
+    optimizer: Any = HybridDeviceOptimizer(model.parameters(), 0.0, AdamW, lr=1e-2)
     assert isinstance(optimizer, AdamW)
     assert isinstance(optimizer, HybridDeviceOptimizer)
     assert optimizer.sub_optimizers == [optimizer.gpu_optimizer] == [optimizer]

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from offload.optim import HybridDeviceOptimizer
+from offload import OffloadEngine
+from offload.device.sim import SimDevice
+from offload.optim import FSDPGPUOptimizerWrapper, HybridDeviceOptimizer
 
 FRACTIONS = [0.0, 0.5, 1.0]
 Make = Callable[..., Any]
@@ -331,3 +333,24 @@ def test_a_look_from_another_thread_waits_for_the_step_under_way() -> None:
         thread.join()
     assert not errors
     optimizer.close()
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_so_it_is_where_fsdps_wrapper_steps_an_optimizer(change: Any) -> None:
+    """An entry that had been taken out was overwritten with what the next step wrote."""
+    found = []
+    for wraps in (False, True):
+        model = net()
+        optimizer = AdamW(model.parameters(), lr=1e-2, fused=True)
+        engine = OffloadEngine(device=SimDevice(executor="late"))
+        stepping: Any = (
+            FSDPGPUOptimizerWrapper(optimizer, "cpu", engine=engine, bucket_bytes=1024)
+            if wraps
+            else optimizer
+        )
+        for number in range(4):
+            step(model, stepping, number)
+            change(optimizer, *model.parameters())
+        step(model, stepping, 4)
+        found.append(list(model.parameters()))
+    assert all(map(torch.equal, *found))

@@ -349,8 +349,6 @@ def test_a_second_backward_after_a_bucket_was_stepped_is_an_error_that_says_no_s
         ),
         ({"overlap": "forward"}, 'overlap="forward" needs model='),
         ({"overlap": "always"}, "overlap is 'always', must be"),
-        ({"overlap_backward": True}, 'overlap_backward was replaced: give overlap="backward"'),
-        ({"step_in_backward": True}, 'step_in_backward was replaced: give overlap="backward"'),
     ],
 )
 def test_an_overlap_is_refused_where_it_cannot_be_exact(options: dict[str, Any], message: str) -> None:
