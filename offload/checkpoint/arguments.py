@@ -5,7 +5,7 @@ One invariant: arguments that are another thing after the forward are refused by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,29 +14,20 @@ from torch.utils._pytree import tree_leaves
 
 from offload.errors import OffloadError
 
-__all__ = ["TensorsBefore", "cache_written", "is_cache", "refuse_cache"]
+__all__ = ["cache_written", "is_cache", "refuse_cache", "refuse_written"]
 
 
-class TensorsBefore:
-    """The tensors that one call of `module` is given: built just before its forward."""
-
-    __slots__ = ("_module", "_tensors")
-
-    def __init__(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
-        self._module = module
-        self._tensors = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
-
-    def refuse_written(self) -> None:
-        """The forward is over: raise OffloadError if it has written to one of them."""
-        for tensor, version in self._tensors:
-            if tensor._version != version:
-                raise OffloadError(
-                    f"the forward of a {type(self._module).__name__} that is recomputed has written to its "
-                    f"argument {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} in place, "
-                    "from which its recompute would start: use mode='groups', which recomputes nothing, or "
-                    "leave the block out with blocks=. mode='auto' recomputes no block whose first forward "
-                    "does that"
-                )
+def refuse_written(module: nn.Module, given: Iterable[tuple[torch.Tensor, int]]) -> None:
+    """The forward of `module` is over: raise OffloadError if it has written to a tensor that it was `given`
+    with that version."""
+    for tensor, version in given:
+        if tensor._version != version:
+            raise OffloadError(
+                f"the forward of a {type(module).__name__} that is recomputed has written to its argument "
+                f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} in place, from which its "
+                "recompute would start: use mode='groups', which recomputes nothing, or leave the block out "
+                "with blocks=. mode='auto' recomputes no block whose first forward does that"
+            )
 
 
 def is_cache(value: object) -> bool:

@@ -179,20 +179,10 @@ def _function(original: Any, manager: Callable[[], Manager]) -> type:
 def _generator(original: Any, manager: Callable[[], Manager]) -> Callable[..., Generator[None, None, None]]:
     """In place of what runs before and after the function of a non-reentrant checkpoint."""
 
-    def checkpoint(
-        function: Any,
-        preserve: Any,
-        context_fn: Any,
-        determinism_check: Any,
-        debug: Any,
-        early_stop: Any,
-        *arguments: Any,
-        **keywords: Any,
-    ) -> Generator[None, None, None]:
-        run = original(
-            function, preserve, context_fn, determinism_check, debug, early_stop, *arguments, **keywords
-        )
-        group = _opened(manager(), arguments, context_fn is torch_checkpoint.noop_context_fn)
+    def checkpoint(*arguments: Any, **keywords: Any) -> Generator[None, None, None]:
+        run = original(*arguments, **keywords)
+        # first come the function, whether to preserve random states, context_fn, and three settings
+        group = _opened(manager(), arguments[6:], arguments[2] is torch_checkpoint.noop_context_fn)
         try:
             next(run)
             if group is not None:

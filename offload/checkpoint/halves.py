@@ -137,7 +137,7 @@ class SplitCall:
             self._reads.leave(self._nbytes(self._wanted))
 
     def _nbytes(self, numbers: Collection[int]) -> int:
-        """Of the storages that these are of, without parameters."""
+        """Bytes of the storages that these saves are of, without parameters."""
         found: dict[int, int] = {}
         for number in numbers:
             found |= self._sizes.get(number, {})

@@ -5,23 +5,22 @@
     ...                                                     # its forward
     call.end(output)                                        # in its forward hook
 
-One invariant: gradients, random numbers, buffers and plain attributes are those of a block that runs once.
+One invariant: gradients, random numbers, buffers and attributes are those of a block that runs once.
 Nothing wraps the block: its hooks begin and end a `Region` (region.py), whose recompute calls it again.
 
 The region does what torch's non-reentrant checkpoint does. What is added here: tensors given by keyword are
-saved like those given by position; buffers (buffers.py) and members (members.py) are as in the forward, and
-plain attributes as the forward left them;
-parameters must be as in the forward, and in some calls what is recomputed is compared with what it saved
-(net.py); and one argument leaves, in a group of its own that the call commits as soon as
-autograd has packed it, so its copy runs beside the block.
+saved like those given by position; what the block's modules are bound to is as in the forward (members.py);
+parameters must be, and in some calls what is recomputed is compared with what it saved (net.py); and one
+argument leaves, in a group of its own that the call commits as soon as autograd has packed it, so its copy
+runs beside the block.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -29,11 +28,10 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _StopRecomputationError
 
-from offload.checkpoint.arguments import TensorsBefore, is_cache, refuse_cache
-from offload.checkpoint.buffers import BuffersBefore
+from offload.checkpoint.arguments import is_cache, refuse_cache, refuse_written
 from offload.checkpoint.halves import Reads, SplitCall
-from offload.checkpoint.members import MembersBefore, inner_modules, is_trained
-from offload.checkpoint.net import Watch, WatchedCall, is_sharded
+from offload.checkpoint.members import MembersBefore, inner_modules, is_sharded, is_trained
+from offload.checkpoint.net import Sample, Watch, looks_of
 from offload.checkpoint.region import Contexts, Region
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
@@ -85,11 +83,6 @@ def is_recompute(module: nn.Module) -> bool:
     return True
 
 
-def _are_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether there is nothing to look into, as in most calls of most blocks."""
-    return not kwargs and all(type(value) is torch.Tensor for value in args)
-
-
 class RecomputedCall:
     """One call of `module`. `begin` before its forward, then `end`, or `abort` after an exception, in the
     same thread; calls inside it are ended first.
@@ -132,35 +125,43 @@ class RecomputedCall:
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._context_fn = context_fn
         self._watch = Watch() if watch is None else watch
-        self._name = name or f"a {type(module).__name__}"
+        self._whose = name or f"a {type(module).__name__}", type(module)
         self._region: Region | None = None
         self._group: InputGroup | None = None
-        self._buffers: BuffersBefore | None = None
-        self._given: TensorsBefore | None = None
-        self._again: _Again | None = None
+        self._given: list[tuple[torch.Tensor, int]] = []  # with their versions
+        self._members: MembersBefore | None = None
+        self._sample: Sample | None = None
         self._split: torch.autograd.graph.saved_tensors_hooks | None = None
-        self.compared_s = 0.0
+        self._interrupted = False
+        # how to put the arguments together again: of each leaf, its position among the tensors, None for one
+        # that is no tensor; spec: None where the leaves are the arguments by position
+        self._leaves: list[Any] = []
+        self._places: list[int | None] = []
+        self._spec: TreeSpec | None = None
+
+    @property
+    def compared_s(self) -> float:
+        return 0.0 if self._sample is None else self._sample.host_s
 
     def begin(self) -> None:
-        """The forward begins. Blocks the host: once, as BuffersBefore. Raises CaptureError in a CUDA graph
+        """The forward begins. Blocks the host: once, as MembersBefore. Raises CaptureError in a CUDA graph
         captured outside of `capturing()`, OffloadError for an argument that is a cache of keys and values;
         the call is then as without hooks."""
         arguments, self._arguments = self._arguments, None
         assert arguments is not None, "a RecomputedCall begins once"
         if not torch.is_grad_enabled():
             return
-        tensors, again = _taken_apart(self._module, *arguments)
+        tensors = self._take_apart(*arguments)
         modules = inner_modules(self._module)
         if not any(tensor.requires_grad for tensor in tensors) and not is_trained(modules):
             return
-        if any(leaf is not None for leaf in again.leaves):
-            refuse_cache(self._module, again.leaves)
-        again.before = self._before_again
+        if any(leaf is not None for leaf in self._leaves):
+            refuse_cache(self._module, self._leaves)
         group = self._manager.input_group(HIDDEN_STATES, alone=self._alone, cost=self._cost)
-        buffers = again.buffers = BuffersBefore(self._module, modules)
-        again.members = MembersBefore(modules)
-        watched = again.watched = WatchedCall(self._watch, self._manager.engine, self._name, modules)
-        region = Region(again, self._context_fn, watched)
+        self._members = MembersBefore(modules)
+        self._sample = self._watch.sample(self._manager.engine, *self._whose)
+        unlike = partial(self._watch.refuse, type(self._module))
+        region = Region(self._again, self._context_fn, self._sample, unlike)
         try:
             group.open(tensors)
             region.begin(tensors)
@@ -173,113 +174,79 @@ class RecomputedCall:
         if reads is not None and not is_sharded(modules):
             self._split = SplitCall(reads, self._module).hooks()
             self._split.__enter__()
-        self._region, self._group, self._buffers, self._again = region, group, buffers, again
-        self._given = TensorsBefore(self._module, tensors)
+        self._region, self._group = region, group
+        self._given = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
     def end(self, output: Any) -> None:
         """The forward is over. output: what it returned, None if it raised after all. Raises OffloadError if
         the forward wrote to an argument; the hooks are gone then too."""
-        region, self._region = self._region, None
-        again, self._again = self._again, None
-        if region is None:
-            return
-        assert again is not None
-        assert self._buffers is not None
-        self._leave_split()
-        try:
-            region.end()
-        finally:
-            self._leave(output)
-        self._buffers.learn()
-        assert again.watched is not None
-        again.watched.ends()
-        self.compared_s = again.watched.host_s
-        given, self._given = self._given, None
-        assert given is not None
-        given.refuse_written()
+        if self._region is not None:
+            given, self._given = self._given, []
+            self._close(output)
+            assert self._members is not None
+            self._members.learn()
+            refuse_written(self._module, given)
 
     def abort(self, *, interrupted: bool = False) -> None:
         """The forward raised. interrupted: a while ago, and nobody was told: what autograd has saved since,
         wherever, cannot be read."""
-        region, self._region = self._region, None
-        again, self._again = self._again, None
-        self._given = None
-        if again is not None:
-            again.interrupted = interrupted
-        if region is not None:
-            self._leave_split()
-            try:
-                region.end(*sys.exc_info())
-            finally:
-                self._leave(None)
+        self._given = []
+        self._interrupted = interrupted
+        if self._region is not None:
+            self._close(None, *sys.exc_info())
 
-    def _leave_split(self) -> None:
+    def _close(self, output: Any, *exception: Any) -> None:
+        region, self._region = self._region, None  # which holds this call
+        group, self._group = self._group, None
         split, self._split = self._split, None
+        assert region is not None
+        assert group is not None
         if split is not None:
             split.__exit__()
+        try:
+            region.end(*exception)
+        finally:
+            group.close(output)
 
-    def _leave(self, output: Any) -> None:
-        group, self._group = self._group, None
-        assert group is not None
-        group.close(output)
+    def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors of a call, each once however often it is given. Nothing here holds them: autograd
+        does."""
+        leaves = list(args)
+        if kwargs or not all(type(value) is torch.Tensor for value in args):
+            leaves, self._spec = tree_flatten((args, kwargs), is_leaf=is_cache)
+        tensors: list[torch.Tensor] = []
+        known: dict[int, int] = {}
+        for number, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor) or leaf.is_inference():  # autograd would not save that
+                self._places.append(None)
+                continue
+            if id(leaf) not in known:
+                known[id(leaf)] = len(tensors)
+                tensors.append(waited(leaf))
+            self._places.append(known[id(leaf)])
+            leaves[number] = None
+        self._leaves = leaves
+        return tensors
 
-
-class _Again:
-    """Calls a block again, on the tensors of its first call. It holds none of them: autograd does.
-
-    places: of each leaf of the arguments, its position among the tensors, None for one that is no tensor.
-    spec: None where the leaves are the arguments by position.
-    """
-
-    __slots__ = (
-        "_module",
-        "_places",
-        "_spec",
-        "before",
-        "buffers",
-        "interrupted",
-        "leaves",
-        "members",
-        "watched",
-    )
-
-    def __init__(
-        self, module: nn.Module, leaves: list[Any], places: list[int | None], spec: TreeSpec | None
-    ) -> None:
-        self._module = module
-        self.leaves = leaves
-        self._places = places
-        self._spec = spec
-        self.buffers: BuffersBefore | None = None
-        self.members: MembersBefore | None = None
-        self.watched: WatchedCall | None = None
-        self.before: BeforeAgain | None = None
-        self.interrupted = False
-
-    def __call__(self, *tensors: torch.Tensor) -> None:
-        if self.interrupted:
+    def _again(self, *tensors: torch.Tensor) -> None:
+        """Call the block again, on the tensors of its first call."""
+        if self._interrupted:
             raise OffloadError(
                 f"the forward of a {type(self._module).__name__} that is recomputed was interrupted "
                 "(KeyboardInterrupt), and what autograd saved from then on to the next call of its model "
                 "cannot be read: run the forward after the interrupt again"
             )
-        leaves = [
-            leaf if place is None else tensors[place]
-            for leaf, place in zip(self.leaves, self._places, strict=True)
-        ]
-        assert self.watched is not None
-        compared_s = self.watched.host_s
-        after = None if self.before is None else self.before()
+        places = zip(self._leaves, self._places, strict=True)
+        leaves = [leaf if place is None else tensors[place] for leaf, place in places]
+        compared_s = self.compared_s
+        after = None if self._before_again is None else self._before_again()
         leaves = _cast_as_fsdp(self._module, leaves)
         args, kwargs = (leaves, {}) if self._spec is None else tree_unflatten(leaves, self._spec)
-        assert self.members is not None
-        assert self.buffers is not None
-        with (
-            self.watched.in_place(),
-            self.members.in_place(),
-            _attributes_left(self._module),
-            self.buffers.in_place(),
-        ):
+        assert self._members is not None
+        if (written := self._members.written()) is not None:
+            what = f"parameter {looks_of(written)} was written in place after the forward"
+            self._watch.differs(*self._whose, f"{what}, as by an optimizer's step")
+        with self._members.in_place():
             _due.module = self._module
             try:
                 self._module(*args, **kwargs)
@@ -294,20 +261,7 @@ class _Again:
             finally:
                 _due.module = None
                 if after is not None:
-                    after(self.watched.host_s - compared_s)
-
-
-@contextmanager
-def _attributes_left(module: nn.Module) -> Iterator[None]:
-    """Plain attributes that are bound inside are bound at the end to what they were before."""
-    found = [(owner, vars(owner).copy()) for owner in inner_modules(module)]
-    try:
-        yield
-    finally:
-        for owner, values in found:
-            for name in vars(owner).keys() - values.keys():
-                del vars(owner)[name]
-            vars(owner).update(values)
+                    after(self.compared_s - compared_s)
 
 
 def _cast_as_fsdp(module: nn.Module, leaves: list[Any]) -> list[Any]:
@@ -321,25 +275,3 @@ def _cast_as_fsdp(module: nn.Module, leaves: list[Any]) -> list[Any]:
         leaf.to(policy.param_dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
         for leaf in leaves
     ]
-
-
-def _taken_apart(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[torch.Tensor], _Again]:
-    """The tensors of a call, each once however often it is given, and what calls the module on them again."""
-    leaves, spec = (
-        (list(args), None) if _are_tensors(args, kwargs) else tree_flatten((args, kwargs), is_leaf=is_cache)
-    )
-    tensors: list[torch.Tensor] = []
-    known: dict[int, int] = {}
-    places: list[int | None] = []
-    for number, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor) or leaf.is_inference():  # autograd would not save that
-            places.append(None)
-            continue
-        if id(leaf) not in known:
-            known[id(leaf)] = len(tensors)
-            tensors.append(waited(leaf))
-        places.append(known[id(leaf)])
-        leaves[number] = None
-    return tensors, _Again(module, leaves, places, spec)

@@ -19,6 +19,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from offload.checkpoint.draws import generator_of
 from offload.errors import OffloadError
 from offload.saved.filters import is_plain, is_wrapper
 from offload.saved.handles import Handle, ModifiedError, Passed, modified
@@ -43,8 +44,7 @@ __all__ = [
 
 Operator = OpOverload | HigherOrderOperator
 Make = tuple[tuple[torch.Size, torch.dtype, bool], ...]
-"""Of a call's tensor inputs: shape, dtype, and whether it is a parameter (what autocast casts once or
-twice)."""
+"""A call's tensor inputs: shape, dtype, and whether it is a parameter (what autocast casts once or twice)."""
 
 _COLLECTIVES = "_c10d_functional"
 
@@ -123,7 +123,7 @@ def _nothing(tensor: torch.Tensor) -> None:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Those in lists and tuples."""
+    """Tensors in lists and tuples."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -149,7 +149,7 @@ def plain_parts(values: Any) -> Iterator[torch.Tensor]:
 
 
 def storages_of(values: Any) -> Iterator[torch.UntypedStorage]:
-    """Of those."""
+    """Storages of the plain parts of these values."""
     return (part.untyped_storage() for part in plain_parts(values))
 
 
@@ -194,22 +194,17 @@ class RandomStep(NamedTuple):
         checkpoint was told not to preserve it, and the numbers of others are left alone."""
         state = _random_state(self.device)
         if state is not None and torch.equal(state, self.before):
-            if self.device.type == "cpu":
-                torch.set_rng_state(self.after)
-            else:
-                torch.get_device_module(self.device).set_rng_state(self.after, self.device)
+            generator_of(self.device).set_state(self.after)
 
 
 def _random_state(device: torch.device) -> torch.Tensor | None:
     """None where it cannot be asked for: a device without bytes, a capture."""
-    if device.type == "cpu":
-        return torch.get_rng_state()
     if device.type == "meta" or (
         device.type == "cuda"
         and (not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing())
     ):
         return None
-    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    state: torch.Tensor = generator_of(device).get_state()
     return state
 
 

@@ -1,10 +1,10 @@
-"""The parameters and buffers that a block had in its forward, and whether it was in training, for a recompute
-after either was changed.
+"""What the modules of a block are bound to around one forward, for a recompute after somebody changed it.
 
-`torch.func.functional_call` puts other tensors in their places, and takes them out when the forward is over;
-autograd differentiates with respect to those. `model.train()` after a forward in evaluation, or the other way
-round, comes before its backward in loops that evaluate in between. One invariant: a recompute computes with
-the very tensors that its forward computed with, and in its mode.
+`torch.func.functional_call` puts other tensors in the places of parameters for one forward; loops evaluate
+between a forward and its backward, set an attribute for each of two live forwards, or exchange a submodule;
+and a forward binds attributes itself. One invariant: a recompute finds the very objects that its forward
+found, and at its end those are bound that were bound at its begin. What was written into objects is not
+known: of parameters an error says it, buffers have copies (buffers.py), the net finds the rest (net.py).
 
 DTensors are left alone: FSDP2 exchanges shards and gathered parameters of one value.
 """
@@ -13,16 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import is_
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils._pytree import tree_leaves
 
+from offload.checkpoint.buffers import BuffersBefore
 from offload.saved.filters import is_dtensor
 
-__all__ = ["MembersBefore", "has_lazy", "inner_modules", "is_trained"]
+__all__ = ["MembersBefore", "has_lazy", "inner_modules", "is_sharded", "is_trained"]
 
-_Places = dict[str, torch.Tensor | None] | dict[str, nn.Parameter | None]
+_values: Any = dict.values
+
+_ANY = object()
+"""In the place of a value that is left as it is found."""
 
 
 def inner_modules(module: nn.Module) -> list[nn.Module]:
@@ -47,48 +55,115 @@ def is_trained(modules: Sequence[nn.Module]) -> bool:
     )
 
 
+def is_sharded(modules: Sequence[nn.Module]) -> bool:
+    """Whether FSDP2 gathers parameters of theirs for each recompute: they are gone with the recompute's end,
+    so nothing that was saved of them may be read later."""
+    return any(hasattr(type(inner), "_get_fsdp_state") for inner in modules)
+
+
 def has_lazy(modules: Sequence[nn.Module]) -> bool:
     """Whether a parameter or a buffer of them has no shape yet, which the next forward will give it."""
     return any(isinstance(owner, LazyModuleMixin) and owner.has_uninitialized_params() for owner in modules)
 
 
 class MembersBefore:
-    """Of the modules of a block, as they are before one forward of it. Blocks the host: never."""
-
-    __slots__ = ("_members", "_training")
+    """Attributes, parameters, buffers and submodules of `modules`: built just before a forward, and `learn`
+    called just after. Blocks the host: in a first forward, as BuffersBefore."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._training = [(owner, owner.training) for owner in modules]
-        self._members: list[tuple[_Places, str, torch.Tensor, bool]] = [
-            (places, name, tensor, tensor.requires_grad)
+        self._modules = modules
+        self._places: list[dict[str, Any]] = [
+            place
             for owner in modules
-            for places in (owner._parameters, owner._buffers)
-            for name, tensor in places.items()
-            if tensor is not None
+            if type(owner._modules) is dict  # not of TorchScript, whose modules cannot be changed
+            for place in (owner._modules, owner._parameters, owner._buffers, vars(owner))
         ]
+        self._before = list(map(dict.copy, self._places))
+        self._buffers = BuffersBefore(modules)
+        self._parameters: list[torch.Tensor] = []
+        self._requires: list[bool] = []
+        self._versions: list[int] = []
+
+    def learn(self) -> None:
+        """The forward is over."""
+        self._buffers.learn()
+        self._parameters = [
+            parameter
+            for owner in self._modules
+            for parameter in owner._parameters.values()
+            if parameter is not None and not parameter.is_inference()
+        ]
+        self._requires = [parameter.requires_grad for parameter in self._parameters]
+        self._versions = [parameter._version for parameter in self._parameters]
+        if not _are_same(self._places, self._before):
+            self._learn_bound()
+
+    def _learn_bound(self) -> None:
+        """The forward bound something. Where it made submodules or parameters, a recompute starts from what
+        it left: it would make others. No graph is held, of the call before or of this one."""
+        for at in range(0, len(self._places), 4):
+            places = self._places[at : at + 4]
+            is_grown = any(place.keys() - self._before[at + n].keys() for n, place in enumerate(places[:2]))
+            if is_grown:
+                self._before[at : at + 4] = map(dict.copy, places)
+            for place, before in zip(places, self._before[at : at + 4], strict=True):
+                for name, value in before.items():
+                    is_new = is_grown or place.get(name, _ANY) is not value
+                    if is_new and any(map(_has_graph, tree_leaves(value))):
+                        before[name] = _ANY
+
+    def written(self) -> torch.Tensor | None:
+        """A parameter that was written in place after the forward. None without one, under FSDP2, and of a
+        view that FSDP puts in a parameter's place while it is gathered."""
+        if self._versions != [parameter._version for parameter in self._parameters]:
+            for parameter, version in zip(self._parameters, self._versions, strict=True):
+                if parameter._version != version and parameter.is_leaf and not is_dtensor(parameter):
+                    return None if is_sharded(self._modules) else parameter
+        return None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The recompute runs inside; at the end, by an exception too, tensors and modes of now are back."""
-        exchanged: list[tuple[_Places, str, torch.Tensor]] = []
-        toggled = [tensor for _, _, tensor, required in self._members if tensor.requires_grad is not required]
-        switched = [owner for owner, training in self._training if owner.training is not training]
+        """The recompute runs inside; at the end, by an exception too, all is as it was found."""
+        found, places = self._before, self._places
+        if not _are_same(places, found):
+            found = list(map(dict.copy, places))
+        required = [parameter.requires_grad for parameter in self._parameters]
         try:
-            for owner in switched:
-                owner.training = not owner.training
-            for tensor in toggled:
-                tensor.requires_grad_(not tensor.requires_grad)
-            for places, name, tensor, _ in self._members:
-                now = places.get(name)
-                if now is None or now is tensor or is_dtensor(now) or is_dtensor(tensor):
-                    continue
-                exchanged.append((places, name, now))
-                places[name] = tensor  # type: ignore[assignment]
-            yield
+            self._require(self._requires, required)
+            if found is not self._before:
+                _put(places, self._before)
+            with self._buffers.in_place():
+                yield
         finally:
-            for owner in switched:
-                owner.training = not owner.training
-            for tensor in toggled:
-                tensor.requires_grad_(not tensor.requires_grad)
-            for places, name, now in exchanged:
-                places[name] = now  # type: ignore[assignment]
+            self._require(required, self._requires)
+            if not _are_same(places, found):
+                _put(places, found)
+
+    def _require(self, wanted: Sequence[bool], found: Sequence[bool]) -> None:
+        if wanted != found:
+            for parameter, required in zip(self._parameters, wanted, strict=True):
+                parameter.requires_grad_(required)
+
+
+def _has_graph(value: object) -> bool:
+    return getattr(value, "grad_fn", None) is not None
+
+
+def _are_same(places: Sequence[dict[str, Any]], values: Sequence[dict[str, Any]]) -> bool:
+    """Whether as many objects are bound, and the very same ones in the same order. Most calls do no more, so
+    no step of it is Python's."""
+    bound, before = chain.from_iterable(map(_values, places)), chain.from_iterable(map(_values, values))
+    return list(map(len, places)) == list(map(len, values)) and all(map(is_, bound, before))
+
+
+def _put(places: Sequence[dict[str, Any]], values: Sequence[dict[str, Any]]) -> None:
+    """Change what is bound to `values`, and nothing else: other threads may look."""
+    for place, wanted in zip(places, values, strict=True):
+        if _are_same((place,), (wanted,)):
+            continue
+        for name in place.keys() - wanted.keys():
+            del place[name]
+        for name, value in wanted.items():
+            now = place.get(name, _ANY)
+            if now is not value and value is not _ANY and not is_dtensor(now) and not is_dtensor(value):
+                place[name] = value

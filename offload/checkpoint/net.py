@@ -1,31 +1,33 @@
 """Whether a recompute saves the bits that its forward saved, compared save by save in some of the calls.
 
-    call = WatchedCall(watch, engine, name, modules)   # a forward of block `name` begins
-    call.sample                                        # compares its saves; None for most calls
-    call.ends()
-    with call.in_place():                              # a recompute of it runs inside
-        ...
+    sample = watch.sample(engine, name, kind)   # a forward of block `name` begins; None for most calls
+    pack = telling(sample.add, pack)            # around the pack of its saves
+    sample.ends()
+    again = sample.again()                      # a recompute of it begins
+    pack = telling(again.add, pack)
+    again.ends()
 
 One invariant: comparing changes neither a bit nor the order of any lane, and blocks the host only at the ends
 of steps.
 
 Compared are the first calls of each block, then one in `_EVERY` of its class; none inside a CUDA graph's
-capture. A save is reduced to one whole number on its device and lane (checksum.py), the two are compared
-there, and the verdict is copied to the host, where `Net` reads it: before `step()` in the first
-`_EARLY_STEPS` steps of a block, else once it has arrived, at the end of the next step at the latest.
+capture. Nothing of this is installed in the others. A save is reduced to one whole number on its device and
+lane (checksum.py), the two are compared there, and the verdict is copied to the host, where `Net` reads it:
+before an optimizer steps in the first `_EARLY_STEPS` steps of a block, else once it has arrived, at the end
+of the next step at the latest.
 
-Of a parameter the version is compared, and which one it is. Not compared are saves of another lane than the
-first of that device; and what operators leave unwritten: seeds of attention without dropout, reserves of
-cuDNN and oneDNN, and noise that is drawn after it was saved.
+Of a parameter it is compared which one it is. Not compared are saves of another lane than the first of that
+device; and what operators leave unwritten: seeds of attention without dropout, reserves of cuDNN and oneDNN,
+and noise that is drawn after it was saved.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -34,15 +36,16 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from offload.checkpoint.checksum import checksum, outside_modes, to_host
-from offload.checkpoint.draws import generator_states, put_generator_states
+from offload.checkpoint.draws import SharedGenerator, shared_generators
+from offload.checkpoint.report import KeepReport
 from offload.client import Client
 from offload.engine import OffloadEngine
 from offload.errors import RecomputeDiffersError
-from offload.saved.filters import is_dtensor
+from offload.saved.filters import waited
 from offload.telemetry.records import StepStats
-from offload.telemetry.speaker import speaker
+from offload.telemetry.speaker import Once, speaker
 
-__all__ = ["Found", "Sample", "Watch", "WatchedCall", "is_sharded"]
+__all__ = ["Comparison", "Sample", "Watch", "looks_of", "net_of", "telling"]
 
 logger = speaker(__name__)
 
@@ -52,21 +55,33 @@ _EARLY_STEPS = 3
 _MOST_REGIONS = 4096  # of a step that are told apart
 
 _REASONS = """so gradients are wrong: something was changed between the forward and the backward or by \
-the forward itself (an attribute, a hook, a submodule, an argument that is no tensor); or it draws \
+the forward itself (what an attribute holds, a hook, an argument that is no tensor); or it draws \
 from a generator other than torch's default ones; or an operator is not deterministic, such as index_add or \
 scatter_add of floats on a GPU, or another algorithm or graph was chosen for it"""
 _WAY_OUT = """Name it in apply(..., no_recompute=['NAME']), which keeps or moves what it saves; or take \
 recompute_differs='warn', where such gradients will do"""
+_REGIONS_WAY_OUT = """Run what differs outside of the checkpoint; where such gradients will do, use torch's \
+create_selective_checkpoint_contexts, which compares nothing"""
 _DRAWS = """%s draws from %s in its forward, and a recompute would draw again: blocks of its class are not \
 recomputed from the next call on, and what they save is kept or moved. Name them in apply(..., \
 no_recompute=[%r]), or draw from torch's default generator, which is put back"""
 
-Found = list[tuple[Hashable, torch.Tensor]]
-"""Of one recompute: by save, whether it differs."""
+_sequence_nr = torch._C._autograd._get_sequence_nr
+
+
+def telling(saved: Callable[[torch.Tensor], None], pack: Callable[[torch.Tensor], Any]) -> Any:
+    """A pack once more, which calls `saved` before each tensor that it is given."""
+
+    @wraps(pack)  # still whose it is, to whoever looks at the innermost pair
+    def told(tensor: torch.Tensor) -> Any:
+        saved(tensor)
+        return pack(tensor)
+
+    return told
 
 
 class Watch:
-    """The blocks of one model, or the regions of one selective context.
+    """The blocks of one model, or the regions of one engine.
 
     warns: a difference is a warning, once a block, and no error. moves: its class is refused from then on.
     never: names of blocks that are refused. way_out: for messages.
@@ -84,9 +99,8 @@ class Watch:
         self._refused: set[object] = set()
         self._calls = Counter[str]()
         self._later = Counter[object]()
-        self._regions = (0, 0)  # a step, and those so far in it
         self._since: dict[str, int] = {}  # by block, the step of its first call
-        self._warned: set[str] = set()
+        self._said = Once()
 
     def refuses(self, name: str, module: nn.Module) -> bool:
         """Whether block `name`, `module`, is to be kept or moved instead of recomputed."""
@@ -102,16 +116,9 @@ class Watch:
                 return None
         if engine.device.is_capturing():
             return None
-        net = _net_of(engine)
+        net = net_of(engine)
         is_early = net.step - self._since.setdefault(name, net.step) < _EARLY_STEPS
-        return Sample(net, partial(self.differs, name, kind), is_early)
-
-    def region(self, engine: OffloadEngine, kind: object) -> Sample | None:
-        """The same for a region, of which nobody says what it is: the regions of each step are counted."""
-        step = _net_of(engine).step
-        self._regions = step, self._regions[1] + 1 if step == self._regions[0] else 1
-        number = min(self._regions[1], _MOST_REGIONS)
-        return self.sample(engine, f"region {number} of a step with selective_contexts()", kind)
+        return Sample(net, self, name, kind, is_early)
 
     def differs(self, name: str, kind: object, what: str) -> None:
         """A recompute of block `name` differs: raises RecomputeDiffersError, or warns."""
@@ -120,8 +127,7 @@ class Watch:
         text = f"the recompute of {name} gave other bits than its forward: {what}. {way_out}"
         if not self._warns:
             raise RecomputeDiffersError(text)
-        if name not in self._warned:
-            self._warned.add(name)
+        if self._said.first(name):
             logger.warning(text)
 
     def refuse(self, kind: object) -> None:
@@ -136,120 +142,61 @@ class Watch:
             logger.warning(_DRAWS, name, generators, name)
 
 
-class WatchedCall:
-    """One call of a block that is recomputed. modules: it, and all inside. sample: compares its saves; None
-    for most calls."""
+class Sample:
+    """Compares the saves of one call with those of its recomputes, and holds none of them.
 
-    __slots__ = ("_modules", "_states", "_versions", "_watch", "_whose", "sample")
+    is_early: an optimizer's step waits for the verdict. generators: Python's and numpy's that the call has
+    moved, once it has ended, with their states before it. host_s: seconds of the host that comparing took,
+    for who measures what the call takes.
+    """
 
-    def __init__(self, watch: Watch, engine: OffloadEngine, name: str, modules: Sequence[nn.Module]) -> None:
-        self._watch, self._whose = watch, (name, type(modules[0]))
-        self.sample = watch.sample(engine, *self._whose)
-        self._states = {} if self.sample is None else self.sample.generator_states()
-        self._modules = modules
-        self._versions: list[tuple[torch.Tensor, int]] = []
+    def __init__(self, net: Net, watch: Watch, name: str, kind: object, is_early: bool) -> None:
+        self.host_s = 0.0
+        self.saves: list[_Saved] = []
+        self.generators: list[tuple[SharedGenerator, bytes]] = []
+        self._net, self._watch, self._whose, self._is_early = net, watch, (name, kind), is_early
+        self._noise: tuple[int, torch.Size] | None = None  # a save that may be one
+        self._lanes: dict[torch.device, object] = {}
+        with self._counted():
+            self.generators = [(generator, generator.get_state()) for generator in shared_generators()]
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """The forward saves `tensor`."""
+        parameter = _parameter_of(tensor)
+        total = self.checksum(tensor) if parameter is None else _number(tensor.storage_offset())
+        if tensor.requires_grad:
+            if self._noise == (_sequence_nr(), tensor.shape):  # as of rrelu, see region.py
+                self.saves[-1] = self.saves[-1]._replace(total=None)
+            self._noise = None
+        else:
+            self._noise = _sequence_nr(), tensor.shape
+        self.saves.append(_Saved(looks_of(tensor), total, parameter))
 
     def ends(self) -> None:
         """The forward is over."""
-        modules, self._modules = self._modules, ()
-        if not is_sharded(modules):
-            self._versions = [
-                (tensor, tensor._version)
-                for owner in modules
-                for tensor in owner._parameters.values()
-                # no leaf: a view that FSDP puts in a parameter's place while it is gathered
-                if tensor is not None and tensor.is_leaf and not (tensor.is_inference() or is_dtensor(tensor))
-            ]
-        if self._states and self.sample is not None:
-            now = self.sample.generator_states()
-            self._states = {name: state for name, state in self._states.items() if now[name] != state}
-        if self._states:
-            self._watch.draws(*self._whose, " and ".join(self._states))
-
-    @property
-    def host_s(self) -> float:
-        """As of `Sample`."""
-        return 0.0 if self.sample is None else self.sample.host_s
-
-    def refuse(self) -> None:
-        """A recompute saved other tensors than the forward, in number or in shape."""
-        self._watch.refuse(self._whose[1])
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """The recompute runs inside. Raises RecomputeDiffersError if a parameter was written since."""
-        for tensor, version in self._versions:
-            if tensor._version != version:
-                what = f"parameter {_looks(tensor)} was written in place after the forward"
-                self._watch.differs(*self._whose, f"{what}, as by an optimizer's step")
-        found = generator_states() if self._states else {}
-        try:
-            put_generator_states(self._states)
-            yield
-        finally:
-            put_generator_states({name: found[name] for name in self._states})
-
-
-class Sample:
-    """Compares the saves of one call. It holds none of them.
-
-    report: told what differs. is_early: a step waits for the verdict. host_s: seconds of the host that
-    comparing took, for who measures what the call takes.
-    """
-
-    def __init__(self, net: Net, report: Callable[[str], None], is_early: bool) -> None:
-        self.host_s = 0.0
-        self._net, self._report, self._is_early = net, report, is_early
-        self._sums: dict[Hashable, torch.Tensor] = {}
-        self._parameters: dict[Hashable, tuple[nn.Parameter, int]] = {}
-        self._looks: dict[Hashable, str] = {}
-        self._lanes: dict[torch.device, object] = {}
-
-    def add(self, key: Hashable, tensor: torch.Tensor) -> None:
-        """The forward saves `tensor`."""
-        if (parameter := _parameter_of(tensor)) is not None:
-            self._parameters[key], self._looks[key] = (
-                (parameter, int(tensor.storage_offset())),
-                _looks(tensor),
-            )
-        elif (total := self._checksum(tensor)) is not None:
-            self._sums[key], self._looks[key] = total, _looks(tensor)
-
-    def forget(self, key: Hashable) -> None:
-        """That save is not compared."""
-        self._sums.pop(key, None)
-
-    def compare(self, found: Found, key: Hashable, tensor: torch.Tensor) -> None:
-        """A recompute saves `tensor`."""
-        with outside_modes():
-            if key in self._parameters:
-                parameter, offset = self._parameters[key]
-                is_same = _parameter_of(tensor) is parameter or _shares_bytes(tensor, parameter)
-                found.append((key, torch.tensor(not is_same or tensor.storage_offset() != offset)))
-            elif key in self._sums and (now := self._checksum(tensor)) is not None:
-                found.append((key, now != self._sums[key]))
-
-    def judge(self, found: Found) -> None:
-        """A recompute is over. Blocks the host: never."""
-        for device in {differs.device for _, differs in found}:
-            keys = [key for key, differs in found if differs.device == device]
-            with outside_modes():
-                differs = to_host(torch.stack([one for _, one in found if one.device == device]))
-            event = None if device.type == "cpu" else torch.Event(device)
-            if event is not None:
-                event.record(torch.accelerator.current_stream(device))
-            looks = [self._looks[key] for key in keys]
-            verdict = _Verdict(self._report, self._is_early, self._net.step, looks, differs, event)
-            self._net.pending.append(verdict)
-
-    def generator_states(self) -> dict[str, bytes]:
         with self._counted():
-            return generator_states()
+            moved = [one for one in self.generators if one[0].get_state() != one[1]]
+        self.generators = moved
+        if moved:
+            self._watch.draws(*self._whose, " and ".join(generator.name for generator, _ in moved))
 
-    def _checksum(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def again(self) -> Comparison:
+        return Comparison(self)
+
+    def judge(self, looks: Sequence[str], differs: torch.Tensor) -> None:
+        """differs: of saves that look so."""
+        device = differs.device
+        differs = to_host(differs)
+        event = None if device.type == "cpu" else torch.Event(device)
+        if event is not None:
+            event.record(torch.accelerator.current_stream(device))
+        report = partial(self._watch.differs, *self._whose)
+        self._net.pending.append(_Verdict(report, self._is_early, self._net.step, looks, differs, event))
+
+    def checksum(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """None for what is not compared."""
-        with self._counted():
-            return checksum(tensor) if self._is_compared(tensor) else None
+        with self._counted(), outside_modes():
+            return checksum(waited(tensor)) if self._is_compared(tensor) else None
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -272,6 +219,45 @@ class Sample:
         return True
 
 
+class Comparison:
+    """One recompute of a call of which a sample is taken."""
+
+    def __init__(self, sample: Sample) -> None:
+        self._sample = sample
+        self._saves = iter(sample.saves)
+        self._pairs = defaultdict[torch.device, list[tuple[str, torch.Tensor, torch.Tensor]]](list)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """The recompute saves `tensor`."""
+        saved = next(self._saves, None)
+        if saved is None:
+            return
+        parameter, now = saved.parameter, None
+        if parameter is not None:
+            is_same = _parameter_of(tensor) is parameter or _shares_bytes(tensor, parameter)
+            now = _number(tensor.storage_offset() if is_same else -1)
+        elif saved.total is not None:
+            now = self._sample.checksum(tensor)
+        if saved.total is not None and now is not None:
+            self._pairs[now.device].append((saved.looks, saved.total, now))
+
+    def ends(self) -> None:
+        """The recompute is over. Blocks the host: never."""
+        with outside_modes():
+            for pairs in self._pairs.values():
+                looks, before, now = zip(*pairs, strict=True)
+                self._sample.judge(looks, torch.stack(before) != torch.stack(now))
+
+
+class _Saved(NamedTuple):
+    """One save of a forward. total: its checksum, of a parameter its place in the storage; None for what is
+    not compared."""
+
+    looks: str
+    total: torch.Tensor | None
+    parameter: nn.Parameter | None
+
+
 class _Verdict(NamedTuple):
     """What the comparison of a recompute in `step` says. differs: on its way to the host, there once `event`
     has passed. looks: of the saves that it is about."""
@@ -285,21 +271,33 @@ class _Verdict(NamedTuple):
 
 
 class Net(Client):
-    """The verdicts of one engine. step: ends of steps so far."""
+    """The verdicts of one engine. step: ends of steps so far. num_regions: with selective_contexts() in this
+    one, which a watch of its own compares. keeps: what is said of those."""
 
     name = "checkpoint"
     listens_only = True
 
     def __init__(self, engine: OffloadEngine) -> None:
-        self.step = 0
+        self.step = self.num_regions = 0
+        self.keeps = KeepReport()
+        self._regions = Watch(way_out=_REGIONS_WAY_OUT)
         self.pending: deque[_Verdict] = deque()
         self.is_capturing = engine.device.is_capturing
 
     def step_ended(self, stats: StepStats) -> None:
-        """As Client. Raises RecomputeDiffersError. Blocks the host: for verdicts of a block's first steps,
+        """Read verdicts. Raises RecomputeDiffersError. Blocks the host: for those of a block's first steps,
         and of the step before."""
         self.step += 1
+        self.num_regions = 0
+        self.keeps.step_ended()
         self.look(before=self.step - 1)
+
+    def region_sample(self, engine: OffloadEngine, kind: object) -> Sample | None:
+        """What compares a region with selective_contexts() that begins; None for most. Nobody says which one
+        it is: the regions of each step are counted. kind: what it keeps."""
+        self.num_regions = min(self.num_regions + 1, _MOST_REGIONS)
+        name = f"region {self.num_regions} of a step with selective_contexts()"
+        return self._regions.sample(engine, name, kind)
 
     def look(self, *, before: int | None = None) -> None:
         """Read early verdicts, waiting for them; with `before` also what has arrived, and all of steps before
@@ -333,7 +331,7 @@ _nets: WeakKeyDictionary[OffloadEngine, Net] = WeakKeyDictionary()
 _hooks: list[Any] = []
 
 
-def _net_of(engine: OffloadEngine) -> Net:
+def net_of(engine: OffloadEngine) -> Net:
     """That of an engine, attached to it as a client on first use."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
@@ -343,17 +341,36 @@ def _net_of(engine: OffloadEngine) -> Net:
     return _nets[engine]
 
 
-def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Raises RecomputeDiffersError before weights are stepped by gradients that are known to be wrong."""
+def _before_step(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Raises RecomputeDiffersError before weights are stepped by gradients that are known to be wrong; of a
+    closure, which computes them inside `step()`, as it returns."""
+    _look_early()
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _looking(args[1]), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _looking(kwargs["closure"])}
+    return None
+
+
+def _looking(closure: Callable[[], Any]) -> Callable[[], Any]:
+    @wraps(closure)
+    def looking() -> Any:
+        loss = closure()
+        _look_early()
+        return loss
+
+    return looking
+
+
+def _look_early() -> None:
     for engine, net in list(_nets.items()):
         if not engine.closed:
             net.look()  # the others wait for the step's end: an optimizer inside another has its thread
 
 
-def is_sharded(modules: Sequence[nn.Module]) -> bool:
-    """Whether FSDP2 gathers parameters of theirs for each recompute: they are gone with the recompute's end,
-    so nothing that was saved of them may be read later."""
-    return any(hasattr(type(inner), "_get_fsdp_state") for inner in modules)
+def _number(value: int | torch.SymInt) -> torch.Tensor:
+    with outside_modes():
+        return torch.tensor(value)
 
 
 def _parameter_of(tensor: torch.Tensor) -> nn.Parameter | None:
@@ -368,5 +385,6 @@ def _shares_bytes(tensor: torch.Tensor, parameter: nn.Parameter) -> bool:
     return bool(tensor.untyped_storage()._cdata == parameter.untyped_storage()._cdata)
 
 
-def _looks(tensor: torch.Tensor) -> str:
+def looks_of(tensor: torch.Tensor) -> str:
+    """Type and shape, for messages."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -21,15 +21,12 @@ IN_PLACE = "c10d"
 _MAKERS = ("empty", "zeros", "ones", "full", "new_", "arange", "eye", "scalar_tensor", "linspace")
 
 _MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
+_KERNELS = ("flash", "efficient", "cudnn")
 _ATTENTION = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
+    *(f"_scaled_dot_product_{kernel}_attention" for kernel in _KERNELS),
+    *(f"_{kernel}_attention_forward" for kernel in _KERNELS),
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_fused_attention_overrideable",
-    "_flash_attention_forward",
-    "_efficient_attention_forward",
-    "_cudnn_attention_forward",
 )
 _OVERLOADS = ("default", "dtype")  # mm.dtype: with a dtype of its own for the result
 

@@ -21,26 +21,24 @@ effect, and a device that the run is the first to use is no error.
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import CheckpointError, DefaultDeviceType, _StopRecomputationError
+from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
 
-from offload.checkpoint.net import Found, WatchedCall
+from offload.checkpoint.net import Sample, telling
 from offload.checkpoint.surroundings import Surroundings
-from offload.saved.hooks import Pair, pair_without_users, users_pair
+from offload.saved.hooks import Pair, as_it_is, pair_without_users, users_pair
 
 __all__ = ["Contexts", "Region"]
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""Of the run, and of its recompute."""
+"""What a run is inside, and what each recompute of it is inside."""
 
 _sequence_nr = torch._C._autograd._get_sequence_nr
 _graph_task = torch._C._current_graph_task_id
@@ -59,10 +57,12 @@ _UNLIKE = "does not do the same twice. Make it, or name the block in apply(..., 
 
 _Looks = tuple[torch.Size, torch.dtype, torch.device]
 
-_known_looks: dict[_Looks, _Looks] = {}
-"""Each once, however many saves have it: Python's collector walks what lives long."""
 
-_MOST_LOOKS = 4096
+@lru_cache(4096)
+def _noted(looks: _Looks) -> _Looks:
+    """The same looks as one object, however many saves have them: Python's collector walks what lives
+    long."""
+    return looks
 
 
 class _Save:
@@ -113,41 +113,26 @@ class Region:
     """One run. again: computes what it saved once more, from tensors like those given to `begin`.
 
     context_fn: of what the run and each recompute are inside, asked at `begin`; None for nothing.
-    watched: compares this run with its recomputes; None where nobody does.
+    sample: compares this run with its recomputes; None where nobody does. unlike: called where a recompute
+        saves other tensors, in number or in shape.
     `begin` and `end` are called in one thread, and hooks that are put on in between are taken off in between.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_again",
-        "_context",
-        "_context_fn",
-        "_has_ended",
-        "_inputs",
-        "_noise",
-        "_sample",
-        "_saves",
-        "_state",
-        "_stops",
-        "_tasks",
-        "_users",
-        "_watched",
-    )
 
     def __init__(
         self,
         again: Callable[..., object],
         context_fn: Callable[[], Contexts] | None = None,
-        watched: WatchedCall | None = None,
+        sample: Sample | None = None,
+        unlike: Callable[[], None] | None = None,
     ) -> None:
         self._again = again
-        self._watched = watched
-        self._sample = None if watched is None else watched.sample
+        self._sample = sample
+        self._unlike = unlike
         self._context_fn = context_fn
         self._context: Contexts | None = None
         self._inputs: torch.Tensor | None = None
         self._saves: list[weakref.ref[_Save]] = []
-        self._state: _State | None = None
+        self._surroundings: Surroundings | None = None
         self._stops = True
         self._noise: tuple[int, torch.Size] | None = None  # a save that may be one
         self._has_ended = False
@@ -157,7 +142,7 @@ class Region:
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """The function begins, with gradients enabled. tensors: what it computes from. Blocks the host:
         never."""
-        self._state = _State(tensors)
+        self._surroundings = Surroundings(tensors)
         self._stops = torch_checkpoint._enable_checkpoint_early_stop is not False
         context = None if self._context_fn is None else self._context_fn()
         anchor = torch.empty(0, requires_grad=True)
@@ -169,7 +154,8 @@ class Region:
         finally:
             if self._users is not None:
                 _pop_hooks()
-        _push_hooks(self._pack, self._unpack)
+        pack = self._pack
+        _push_hooks(pack if self._sample is None else telling(self._sample.add, pack), self._unpack)
         if context is not None:
             try:
                 context[0].__enter__()
@@ -187,22 +173,21 @@ class Region:
                 self._context[0].__exit__(*(exception or (None, None, None)))
         finally:
             _pop_hooks()
-        if self._state is not None:
-            self._state.learn()
+        if self._surroundings is not None:
+            self._surroundings.learn()
+            if self._sample is not None:
+                self._sample.ends()
+                self._surroundings.generators += self._sample.generators
 
     # -- the pair --------------------------------------------------------------------------------------------
     def _pack(self, tensor: torch.Tensor) -> _Save:
-        if self._sample is not None:
-            self._sample.add(len(self._saves), tensor)
         if not tensor.requires_grad:
             self._noise = _sequence_nr(), tensor.shape
         elif self._noise is not None:
             self._noise = _UNDRAWN if self._noise == (_sequence_nr(), tensor.shape) else None
-            if self._noise is _UNDRAWN and self._sample is not None:
-                self._sample.forget(len(self._saves) - 1)
         looks = (tensor.shape, tensor.dtype, tensor.device)
         try:
-            save = _Save(_known_looks.get(looks) or _noted(looks))
+            save = _Save(_noted(looks))
         except TypeError:  # a size that is a symbol, where somebody traces this
             save = _Save(looks)
         self._saves.append(weakref.ref(save))
@@ -236,17 +221,16 @@ class Region:
         # `pack` lives as long as any node of the recompute, and what the region keeps may hold one: so it
         # holds no region and no save
         saves, num_saves = self._saves, len(self._saves)
-        stops, has_ended, sample = self._stops, self._has_ended, self._sample
+        stops, has_ended = self._stops, self._has_ended
         detaches = self._users is None  # theirs may look for parameters
         came = 0
-        compared: Found = []
+        compared = None if self._sample is None else self._sample.again()
         differing: list[str] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal came
             number = came
             came += 1
-            saved = tensor
             if detaches and tensor.requires_grad:
                 tensor = tensor.detach()
             if number >= num_saves:
@@ -256,8 +240,6 @@ class Region:
                         f"function {_UNLIKE}"
                     )
                 return tensor  # the run itself reads what it had saved so far
-            if sample is not None:
-                sample.compare(compared, number, saved)
             save = saves[number]()
             if save is not None:
                 looks = (tensor.shape, tensor.dtype, tensor.device)
@@ -268,26 +250,26 @@ class Region:
                 raise _StopRecomputationError
             return tensor
 
-        assert self._state is not None
+        assert self._surroundings is not None
         assert self._inputs is not None
         node: Any = self._inputs.grad_fn
         context = None if self._context is None else self._context[1]
         try:
             inputs = node.saved_tensors
-            _push_hooks(pack, _as_it_is)
+            _push_hooks(pack if compared is None else telling(compared.add, pack), as_it_is)
             try:
-                with self._state.as_it_was(context), torch.enable_grad():
+                with self._surroundings.in_place(context), torch.enable_grad():
                     self._again(*inputs)
             except _StopRecomputationError:
                 pass
             finally:
                 _pop_hooks()
             self._check(num_saves, came, differing)
-            if sample is not None:
-                sample.judge(compared)
+            if compared is not None:
+                compared.ends()
         except BaseException as error:
-            if self._watched is not None and isinstance(error, CheckpointError):
-                self._watched.refuse()
+            if self._unlike is not None and isinstance(error, CheckpointError):
+                self._unlike()
             self._let_go(task)
             raise
 
@@ -306,7 +288,7 @@ class Region:
             )
 
     def _let_go(self, task: object) -> None:
-        """Of what was made for this task."""
+        """Tensors that were made for this task go."""
         self._tasks.discard(task)
         for reference in self._saves:
             save = reference()
@@ -318,104 +300,3 @@ def _let_go_of(reference: weakref.ref[Region], task: object) -> None:
     region = reference()
     if region is not None:
         region._let_go(task)
-
-
-def _noted(looks: _Looks) -> _Looks:
-    if len(_known_looks) >= _MOST_LOOKS:  # lengths that vary without end
-        _known_looks.clear()
-    _known_looks[looks] = looks
-    return looks
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-# -- the state around a run ----------------------------------------------------------------------------------
-_rewound = threading.RLock()
-"""Held while a recompute has set the process's random states back: backwards may run in several threads."""
-
-
-class _State:
-    """What a recompute finds as its run did: random states of the CPU and of the tensors' devices, autocast,
-    modes and settings."""
-
-    __slots__ = ("_autocast", "_generators", "_random", "_surroundings")
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        devices = dict.fromkeys(tensor.device for tensor in tensors)
-        away = [device for device in devices if device.type not in ("cpu", "meta")]
-        self._generators: list[Any] = [torch.default_generator, *map(_generator_of, away)]
-        self._random = [generator.get_state() for generator in self._generators]
-        kinds = {device.type for device in away} or {DefaultDeviceType.get_device_type()}
-        self._autocast = [
-            _autocast_of(kind) for kind in {"cpu", *kinds} if torch.amp.is_autocast_available(kind)
-        ]
-        self._surroundings = Surroundings()
-
-    def learn(self) -> None:
-        """The run is over: one that drew nothing needs no random state. In a capture nothing shows it."""
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return
-        states = [generator.get_state() for generator in self._generators]
-        with _disable_current_modes():
-            if all(map(torch.equal, states, self._random)):
-                self._generators = self._random = []
-
-    @contextmanager
-    def as_it_was(self, context: AbstractContextManager[Any] | None) -> Iterator[None]:
-        """Inside everything is as before the run, and `context` is entered last; afterwards all is as it was
-        found."""
-        with _rewound if self._generators else nullcontext():
-            yield from self._inside(context)
-
-    def _inside(self, context: AbstractContextManager[Any] | None) -> Iterator[None]:
-        found = [generator.get_state() for generator in self._generators]
-        try:
-            for generator, state in zip(self._generators, self._random, strict=True):
-                generator.set_state(state)
-            with ExitStack() as stack:
-                stack.enter_context(self._surroundings.in_place())
-                for was in self._autocast:
-                    if was != _autocast_of(was["device_type"]):
-                        stack.enter_context(torch.autocast(**was))
-                if context is not None:
-                    stack.enter_context(context)
-                yield
-        finally:
-            for generator, state in zip(self._generators, found, strict=True):
-                generator.set_state(state)
-
-
-class _ByModule:
-    """The generator of a device whose module in torch has no list of them."""
-
-    __slots__ = ("_device", "_module")
-
-    def __init__(self, module: Any, device: torch.device) -> None:
-        self._module = module
-        self._device = device
-
-    def get_state(self) -> torch.Tensor:
-        state: torch.Tensor = self._module.get_rng_state(self._device)
-        return state
-
-    def set_state(self, state: torch.Tensor) -> None:
-        self._module.set_rng_state(state, self._device)
-
-
-def _generator_of(device: torch.device) -> Any:
-    module: Any = torch.get_device_module(device)
-    generators = getattr(module, "default_generators", ())
-    return generators[device.index] if generators else _ByModule(module, device)
-
-
-def _autocast_of(device_type: str) -> dict[str, Any]:
-    """As arguments of torch.autocast. While it is off its dtype counts too: it is the one of an autocast
-    inside that names none."""
-    return {
-        "device_type": device_type,
-        "enabled": torch.is_autocast_enabled(device_type),
-        "dtype": torch.get_autocast_dtype(device_type),
-        "cache_enabled": torch.is_autocast_cache_enabled(),
-    }

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
-from offload.client import Client
-from offload.engine import OffloadEngine
-from offload.telemetry.records import StepStats
-from offload.telemetry.speaker import speaker
+from offload.telemetry.speaker import Once, speaker
 
-__all__ = ["KeepReport", "report_of"]
+__all__ = ["KeepReport"]
 
 logger = speaker(__name__)
 
@@ -29,20 +25,16 @@ class _Asked:
     names: tuple[str, ...]
     matched: set[str] = field(default_factory=set)
     called: dict[str, None] = field(default_factory=dict)
-    """As long as nothing matched, in the order of their first calls."""
+    """Operators in the order of their first calls, as long as nothing matched."""
     regions: int = 0
-    said: bool = False
 
 
-class KeepReport(Client):
-    """One entry for each set of operators or policy, however many checkpoints use it."""
-
-    name = "checkpoint"
-    listens_only = True
+class KeepReport:
+    """One entry for each set of operators or policy, however many checkpoints of an engine use it."""
 
     def __init__(self) -> None:
         self._asked: dict[Hashable, _Asked] = {}
-        self._said_no_chunk = False
+        self._said = Once()
 
     def region(
         self, asked: Hashable, names: Iterable[str], matched: Iterable[str], called: Iterable[str]
@@ -56,19 +48,17 @@ class KeepReport(Client):
             entry.called.update(dict.fromkeys(called))
 
     def no_chunk(self) -> None:
-        if not self._said_no_chunk:
-            self._said_no_chunk = True
+        if self._said.first("no chunk"):
             logger.warning(
                 "a checkpoint with selective_contexts() runs while no chunk is current: what it keeps stays "
                 "on the device; call init_chunk_handler() at the start of every forward"
             )
 
-    def step_ended(self, stats: StepStats) -> None:
-        """As Client: say what a whole step of checkpoints did not call."""
-        for entry in self._asked.values():
-            if entry.said:
+    def step_ended(self) -> None:
+        """Say what a whole step of checkpoints did not call."""
+        for asked, entry in self._asked.items():
+            if not self._said.first(asked):
                 continue
-            entry.said = True
             missing = [name for name in entry.names if name not in entry.matched]
             if not entry.matched:
                 logger.warning(
@@ -86,18 +76,6 @@ class KeepReport(Client):
                     _listed(sorted(entry.matched)),
                     _listed(missing),
                 )
-
-
-_reports: WeakKeyDictionary[OffloadEngine, KeepReport] = WeakKeyDictionary()
-
-
-def report_of(engine: OffloadEngine) -> KeepReport:
-    """The report of an engine, attached to it as a client on first use."""
-    report = _reports.get(engine)
-    if report is None:
-        report = _reports[engine] = KeepReport()
-        engine.attach(report)
-    return report
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -34,9 +34,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,11 +49,9 @@ from offload.checkpoint.kept import (
     RandomStep,
     make_of,
     storages_of,
-    tensors_in,
 )
-from offload.checkpoint.net import Found, Sample, Watch
+from offload.checkpoint.net import Comparison, Sample, net_of, telling
 from offload.checkpoint.region import Contexts
-from offload.checkpoint.report import report_of
 from offload.device import Lane
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
@@ -62,13 +59,7 @@ from offload.saved.hooks import Scope, inside_checkpoint
 from offload.transfer.block import DeviceBlock
 from offload.transfer.layout import WeakStorage
 
-_WAY_OUT = """Run what differs outside of the checkpoint; where such gradients will do, use torch's \
-create_selective_checkpoint_contexts, which compares nothing"""
-
-_watches: WeakKeyDictionary[OffloadEngine, dict[object, Watch]] = WeakKeyDictionary()
-"""By what is kept: a context_fn may be made anew for each call."""
-
-__all__ = ["CallMode", "Contexts", "Groups", "KeptGroup", "contexts_for", "is_traced", "telling"]
+__all__ = ["CallMode", "Contexts", "Groups", "KeptGroup", "contexts_for", "is_traced"]
 
 
 def contexts_for(
@@ -84,7 +75,7 @@ def contexts_for(
         the region, from 0. Of pairs, one that a forward does not come to is nothing to be said. Or the
         decisions of a block, which its first forward learns.
     groups: asked at each checkpointed forward. compares: nobody else does it (net.py), so in some regions
-        kept calls are compared with those of the recompute.
+        saves are compared with those of the recompute.
     """
     decisions, own = (keep_ops, None) if isinstance(keep_ops, Decisions) else (None, Keep(keep_ops))
     if not isinstance(group, str) or not group:
@@ -98,16 +89,13 @@ def contexts_for(
                 "torch's create_selective_checkpoint_contexts, which moves nothing"
             )
         manager = groups()
-        sample = None
+        engine = manager.engine
         keep = own if decisions is None else decisions.keep
         if keep is None:
             assert decisions is not None
             first = _FirstMode(decisions, manager, group)
             return first, _RecomputeMode(first)
-        if compares:
-            watches = _watches.setdefault(manager.engine, {})
-            watch = watches.setdefault(keep.key, Watch(way_out=_WAY_OUT))
-            sample = watch.region(manager.engine, keep.key)
+        sample = net_of(engine).region_sample(engine, keep.key) if compares else None
         forward = _ForwardMode(keep, manager, group, sample, recomputes_written=decisions is not None)
         return forward, _RecomputeMode(forward)
 
@@ -154,19 +142,6 @@ class CallMode(TorchDispatchMode):
         return True
 
 
-def telling(
-    saved: Callable[[torch.Tensor], None], pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]
-) -> torch.autograd.graph.saved_tensors_hooks:
-    """A pair of hooks once more, which calls `saved` before each tensor that it is given."""
-
-    @functools.wraps(pack)  # still whose it is, to whoever looks at the innermost pair
-    def told(tensor: torch.Tensor) -> Any:
-        saved(tensor)
-        return pack(tensor)
-
-    return torch.autograd.graph.saved_tensors_hooks(told, unpack)
-
-
 class _ForwardMode(CallMode):
     """One run of a checkpointed function: remembers its calls. See Note: [The life of a kept output].
 
@@ -193,7 +168,7 @@ class _ForwardMode(CallMode):
         self._made: dict[int, tuple[WeakStorage, KeptCall]] = {}
         self._groups = groups
         self._group = groups.kept_group(name)
-        self._report = report_of(groups.engine)
+        self._report = net_of(groups.engine).keeps
         # for a save to come after it
         self._waiting: tuple[tuple[Operator, int], KeptCall, Scope | None] | None = None
         self._pair: torch.autograd.graph.saved_tensors_hooks | None = None
@@ -205,8 +180,7 @@ class _ForwardMode(CallMode):
         if self._groups.needs_chunk() and self.keep.key:
             self._report.no_chunk()
         if inside_checkpoint():
-            pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            self._pair = telling(lambda tensor: self._pass_on(), *pair)
+            self._pair = _hooks_telling(self._saves)
             self._pair.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -260,9 +234,12 @@ class _ForwardMode(CallMode):
                         self._made[storage._cdata] = WeakStorage(storage), call
                 lane = None if call.is_collective else self.engine.device.compute
                 self._waiting = ((func, number), call, self._group.scope(lane))
-            if self.sample is not None:
-                _look(self.sample.add, func, number, (args, tuple(kwargs.values()), output))
         return output
+
+    def _saves(self, tensor: torch.Tensor) -> None:
+        self._pass_on()
+        if self.sample is not None:
+            self.sample.add(tensor)
 
     def _pass_on(self) -> None:
         """The recompute will come past the call that waits."""
@@ -320,12 +297,10 @@ class _FirstMode(_ForwardMode):
             self._decisions.learn(frozenset(finder.operators), frozenset(scores), frozenset(self._written))
 
 
-def _look(look: Callable[[Hashable, torch.Tensor], None], func: Operator, number: int, values: Any) -> None:
-    """At what a kept call is given, and what it returns. A collective's output is waited for."""
-    for at, tensor in enumerate(tensors_in(values)):
-        if str(func).startswith("_c10d_functional."):
-            torch.ops._c10d_functional.wait_tensor.default(tensor)
-        look((func, number, at), tensor)
+def _hooks_telling(saved: Callable[[torch.Tensor], None]) -> torch.autograd.graph.saved_tensors_hooks:
+    """The innermost pair of hooks once more."""
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch.autograd.graph.saved_tensors_hooks(telling(saved, pack), unpack)
 
 
 class _RecomputeMode(CallMode):
@@ -335,18 +310,23 @@ class _RecomputeMode(CallMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._forward = forward
         self._calls: Counter[Operator] = Counter()
-        self._found: Found = []
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        if self._forward.sample is not None:
-            self._forward.sample.judge(self._found)
+        self._compared: tuple[Comparison, torch.autograd.graph.saved_tensors_hooks] | None = None
 
     def __enter__(self) -> _RecomputeMode:
         self._calls.clear()  # every pass counts from 0
-        self._found = []
+        if self._forward.sample is not None:
+            again = self._forward.sample.again()
+            self._compared = again, _hooks_telling(again.add)
+            self._compared[1].__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        if self._compared is not None:
+            (again, hooks), self._compared = self._compared, None
+            hooks.__exit__()
+            again.ends()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
@@ -358,11 +338,7 @@ class _RecomputeMode(CallMode):
         call = forward.kept.get((func, number))
         if call is not None:
             with forward.engine.lock:
-                output = call.again(args, kwargs, forward.engine.hooks.unpack)
-            if forward.sample is not None:
-                compare = functools.partial(forward.sample.compare, self._found)
-                _look(compare, func, number, (args, tuple(kwargs.values()), output))
-            return output
+                return call.again(args, kwargs, forward.engine.hooks.unpack)
         if number >= forward.calls[func] and any(operator is func for operator, _ in forward.kept):
             raise OffloadError(
                 f"{func} was called {forward.calls[func]:,} times in the forward of a checkpointed region "

@@ -1,124 +1,141 @@
-"""The modes and process-wide settings that choose what an operator computes: read at a run, and put back
-around its recompute.
+"""Random states, autocast, modes and settings of the thread and the process, which choose what an operator
+computes beside its inputs: read at a run, and put back around its recompute.
 
 One invariant: a recompute runs under the very modes of its run, whose `__enter__` is not called again, and
-leaves those that it found. Modes of tracing stay as they are.
+whatever it changes of all these is afterwards as it was found. Modes of tracing stay as they are.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch.utils.checkpoint import DefaultDeviceType
+
+from offload.checkpoint.checksum import outside_modes
+from offload.checkpoint.draws import generator_of
 
 __all__ = ["Surroundings"]
 
-_NAMES = (
-    "blas_preferred_backend",
-    "cublas_allow_bf16_reduced_precision_reduction",
-    "cublas_allow_fp16_accumulation",
-    "cublas_allow_fp16_reduced_precision_reduction",
-    "cudnn_benchmark",
-    "cudnn_deterministic",
-    "cudnn_enabled",
-    "linalg_preferred_backend",
-    "math_sdp_allow_fp16_bf16_reduction",
-    "mkldnn_deterministic",
-    "mkldnn_enabled",
-    "nnpack_enabled",
-    "sdp_priority_order",
-)
+_c: Any = torch._C
+
+_LIBRARIES = ("cudnn", "mkldnn", "nnpack")
+_REDUCTIONS = [f"cublas_allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
+_NAMES = [
+    *(f"{name}_{what}" for name in _LIBRARIES for what in ("benchmark", "deterministic", "enabled")),
+    *("blas_preferred_backend", "linalg_preferred_backend", "cublas_allow_fp16_accumulation", *_REDUCTIONS),
+    *("math_sdp_allow_fp16_bf16_reduction", "sdp_priority_order"),
+]
 _ATTENTIONS = ("cudnn", "fa3", "flash", "math", "mem_efficient", "overrideable")
 _PRECISIONS = [(backend, kind) for backend in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn")]
 
-
-def _determinism() -> tuple[bool, bool]:
-    return torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
+_ReadWrite = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
-def _put_determinism(value: tuple[bool, bool]) -> None:
-    torch._C._set_deterministic_algorithms(value[0], warn_only=value[1])
-
-
-def _settings() -> Iterator[tuple[Callable[[], Any], Callable[[Any], object]]]:
+def _settings() -> Iterator[_ReadWrite]:
     """How to read and to write each that this torch has."""
-    c: Any = torch._C
-    yield torch.get_default_dtype, c._set_default_dtype
-    yield _determinism, _put_determinism
+    yield torch.get_default_dtype, _c._set_default_dtype
+    yield (
+        lambda: (_c._get_deterministic_algorithms(), _c._get_deterministic_algorithms_warn_only()),
+        lambda value: _c._set_deterministic_algorithms(value[0], warn_only=value[1]),
+    )
     names = [(f"_get_{name}", f"_set_{name}") for name in _NAMES]
     names += [(f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}") for name in _ATTENTIONS]
     for get, put in names:
-        if hasattr(c, get) and hasattr(c, put):
-            yield getattr(c, get), getattr(c, put)
+        if hasattr(_c, get) and hasattr(_c, put):
+            yield getattr(_c, get), getattr(_c, put)
     for place in _PRECISIONS:
-        yield partial(c._get_fp32_precision_getter, *place), partial(c._set_fp32_precision_setter, *place)
+        yield partial(_c._get_fp32_precision_getter, *place), partial(_c._set_fp32_precision_setter, *place)
+    yield _stack("function")
+    yield _stack("dispatch", None)
+
+
+def _stack(kind: str, *key: None) -> _ReadWrite:
+    """One of a thread's stacks of modes. key: what its pop is given."""
+    length, at = getattr(_c, f"_len_torch_{kind}_stack"), getattr(_c, f"_get_{kind}_stack_at")
+    pop, push = getattr(_c, f"_pop_torch_{kind}_stack"), getattr(_c, f"_push_on_torch_{kind}_stack")
+
+    def read() -> list[Any]:
+        return [at(place) for place in range(length())]
+
+    def write(modes: Sequence[Any]) -> None:
+        if not any(getattr(mode, "_mode_key", None) for mode in (*modes, *read())):
+            for _ in range(length()):
+                pop(*key)
+            for mode in modes:
+                push(mode)
+
+    return read, write
 
 
 _READ, _WRITE = zip(*_settings(), strict=True)
 
-
-class _Stack(NamedTuple):
-    """One of a thread's stacks of modes."""
-
-    length: Callable[[], int]
-    at: Callable[[int], Any]
-    pop: Callable[[], Any]
-    push: Callable[[Any], object]
-
-    def read(self) -> list[Any]:
-        return [self.at(place) for place in range(self.length())]
-
-    def put(self, modes: Sequence[Any]) -> None:
-        for _ in range(self.length()):
-            self.pop()
-        for mode in modes:
-            self.push(mode)
-
-
-_STACKS = (
-    _Stack(
-        torch._C._len_torch_function_stack,
-        torch._C._get_function_stack_at,
-        torch._C._pop_torch_function_stack,
-        torch._C._push_on_torch_function_stack,
-    ),
-    _Stack(
-        torch._C._len_torch_dispatch_stack,
-        torch._C._get_dispatch_stack_at,
-        partial(torch._C._pop_torch_dispatch_stack, None),
-        torch._C._push_on_torch_dispatch_stack,
-    ),
-)
+_rewound = threading.RLock()
+"""Held while a recompute has set the process's random states back: backwards may run in several threads."""
 
 
 class Surroundings:
-    """Those of the calling thread and process, as they are when this is built."""
+    """Surroundings of this moment. tensors: whose devices' random states count, beside the CPU's.
 
-    __slots__ = ("_modes", "_settings")
+    generators: that the run has moved, once `learn` was called, with their states before it.
+    """
 
-    def __init__(self) -> None:
-        self._modes = [stack.read() for stack in _STACKS]
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        devices = dict.fromkeys(tensor.device for tensor in tensors)
+        away = [device for device in devices if device.type not in ("cpu", "meta")]
+        generators: list[Any] = [torch.default_generator, *map(generator_of, away)]
+        self.generators = [(generator, generator.get_state()) for generator in generators]
+        kinds = {device.type for device in away} or {DefaultDeviceType.get_device_type()}
+        self._autocast = [
+            _autocast_of(kind) for kind in {"cpu", *kinds} if torch.amp.is_autocast_available(kind)
+        ]
         self._settings = [read() for read in _READ]
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        now = Surroundings()
-        self._put(now)
-        try:
-            yield
-        finally:
-            now._put(self)
+    def learn(self) -> None:
+        """The run is over: one that drew nothing needs no random state. In a capture nothing shows it."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
+        now = [generator.get_state() for generator, _ in self.generators]
+        with outside_modes():
+            self.generators = [
+                one for one, state in zip(self.generators, now, strict=True) if not torch.equal(one[1], state)
+            ]
 
-    def _put(self, other: Surroundings) -> None:
-        """Change what is as in `other`."""
-        for put, mine, its in zip(_WRITE, self._settings, other._settings, strict=True):
-            if mine != its:
-                put(mine)
-        for stack, modes, found in zip(_STACKS, self._modes, other._modes, strict=True):
-            same = len(modes) == len(found) and all(map(is_, modes, found))
-            if not same and not any(getattr(mode, "_mode_key", None) for mode in (*modes, *found)):
-                stack.put(modes)
+    @contextmanager
+    def in_place(self, context: AbstractContextManager[Any] | None) -> Iterator[None]:
+        """Inside all is as before the run, and `context` is entered last."""
+        with _rewound if self.generators else nullcontext(), ExitStack() as stack:
+            for generator, state in self.generators:
+                stack.callback(generator.set_state, generator.get_state())
+                generator.set_state(state)
+            found = [read() for read in _READ]
+            if found != self._settings:
+                stack.callback(_change, self._settings, found)
+                _change(found, self._settings)
+            for was in self._autocast:
+                if was != _autocast_of(was["device_type"]):
+                    stack.enter_context(torch.autocast(**was))
+            if context is not None:
+                stack.enter_context(context)
+            yield
+
+
+def _change(found: Sequence[Any], wanted: Sequence[Any]) -> None:
+    for write, one, other in zip(_WRITE, found, wanted, strict=True):
+        if one != other:
+            write(other)
+
+
+def _autocast_of(device_type: str) -> dict[str, Any]:
+    """Arguments of torch.autocast. While it is off its dtype counts too: it is the one of an autocast
+    inside that names none."""
+    return {
+        "device_type": device_type,
+        "enabled": torch.is_autocast_enabled(device_type),
+        "dtype": torch.get_autocast_dtype(device_type),
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }

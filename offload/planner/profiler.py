@@ -37,10 +37,11 @@ from torch.utils.flop_counter import flop_registry
 
 from offload.checkpoint.arguments import cache_written
 from offload.checkpoint.decisions import decides, is_decision
-from offload.checkpoint.draws import generator_states
+from offload.checkpoint.draws import SharedGenerator, shared_generators
 from offload.checkpoint.kept import UNTRACKED_VIEWS, plain_parts, storages_of, version_probe
+from offload.checkpoint.net import telling
 from offload.checkpoint.operators import never_kept
-from offload.checkpoint.selective import CallMode, telling
+from offload.checkpoint.selective import CallMode
 from offload.device import Event
 from offload.engine import OffloadEngine
 from offload.planner.operators import (
@@ -117,7 +118,7 @@ class BlockProfiler:
         probes = [probe for tensor in given if (probe := version_probe(tensor)) is not None]
         self._given = [(probe, probe._version) for probe in probes]
         self._plain: tuple[float, float] | None = None
-        self._states: dict[str, bytes] = {}  # of generators
+        self._states: list[tuple[SharedGenerator, bytes]] = []
         self._mode.only = "" if may_be_recomputed else "it is refused"
         cache = cache_written(module, (args, kwargs))
         if cache is not None:
@@ -125,16 +126,17 @@ class BlockProfiler:
 
     def begin(self) -> None:
         """The forward begins, in this thread."""
-        self._states = generator_states()
+        self._states = [(generator, generator.get_state()) for generator in shared_generators()]
         self._mode.__enter__()
 
     def end(self, *, failed: bool) -> None:
         """It is over. failed: it raised, so there is no profile."""
         self._mode.failed = failed
         self._mode.__exit__(None, None, None)
-        now, self._states = self._states, generator_states()
-        for name in (name for name, state in self._states.items() if now.get(name) != state):
-            self._mode.only = self._mode.only or f"it draws from {name}"
+        states, self._states = self._states, []
+        for generator, state in states:
+            if generator.get_state() != state:
+                self._mode.only = self._mode.only or f"it draws from {generator.name}"
         self._look_at_given("it writes to what it was given")
 
     @property
@@ -258,7 +260,7 @@ class _ProfileMode(CallMode):
         self._with_grad = torch.is_grad_enabled()
         hooks = self._engine.hooks
         pair = torch._C._autograd._top_saved_tensors_default_hooks(True) or (hooks.pack, hooks.unpack)
-        self._pair = telling(self._save, *pair)
+        self._pair = torch.autograd.graph.saved_tensors_hooks(telling(self._save, pair[0]), pair[1])
         self._pair.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

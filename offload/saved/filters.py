@@ -24,25 +24,19 @@ __all__ = ["Verdict", "is_dtensor", "is_plain", "is_wrapper", "judge", "waited"]
 
 # views and casts between a parameter and what an op saves of it: weight.t() under autocast is T <- ToCopy <-
 # AccumulateGrad
-_PASSING_NODES = frozenset(
-    {
-        "TBackward0",
-        "ToCopyBackward0",
-        "TransposeBackward0",
-        "ViewBackward0",
-        "UnsafeViewBackward0",
-        "ReshapeAliasBackward0",
-        "AliasBackward0",
-        "DetachBackward0",
-        "ExpandBackward0",
-        "PermuteBackward0",
-        "SliceBackward0",
-        "SplitBackward0",
-        "UnsqueezeBackward0",
-        "SqueezeBackward0",
-        "SelectBackward0",
-    }
+_SHAPING = (
+    "T",
+    "Transpose",
+    "View",
+    "UnsafeView",
+    "ReshapeAlias",
+    "Expand",
+    "Permute",
+    "Unsqueeze",
+    "Squeeze",
 )
+_OTHERS = ("ToCopy", "Alias", "Detach", "Slice", "Split", "Select")
+_PASSING_NODES = frozenset(f"{name}Backward0" for name in _SHAPING + _OTHERS)
 _LONGEST_CHAIN = 6
 _ACCUMULATE = "AccumulateGrad"
 

@@ -36,6 +36,7 @@ __all__ = [
     "SavedTensorHooks",
     "Scope",
     "WrapperHandle",
+    "as_it_is",
     "inside_checkpoint",
     "pair_without_users",
     "users_pair",
@@ -124,26 +125,19 @@ def users_pair() -> Pair | None:
 def pair_without_users() -> Pair:
     """The innermost pair as it is without one of the user's around it, for what is saved beside the model."""
     owner = getattr(unwrap(_top_hooks(True)[0]), "__self__", None)
-    return (owner.pack_ours, owner.unpack_ours) if type(owner) is _InsideUsers else (_as_it_is, _as_it_is)
+    return (owner.pack_ours, owner.unpack_ours) if type(owner) is _InsideUsers else (as_it_is, as_it_is)
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """Pack, or unpack, of a pair that changes nothing."""
     return tensor
-
-
-class _UsersOwn:
-    """What a user's pack returned, and nobody else may move."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 class _InsideUsers:
     """A pair inside the user's own: what theirs makes of a save is saved, and goes back through theirs.
 
-    That may leave if it is the save itself, or a tensor whose bytes nobody else has. All else stays theirs.
+    That may leave if it is the save itself, or a tensor whose bytes nobody else has. All else stays theirs,
+    in a tuple of one.
     """
 
     def __init__(self, users: Pair, pair: Pair, lock: AbstractContextManager[object]) -> None:
@@ -154,10 +148,10 @@ class _InsideUsers:
     def pack(self, tensor: torch.Tensor) -> Any:
         with self._lock:  # operators inside are none of the model's, for who counts those
             made = self.users[0](tensor)
-        return self.pack_ours(made) if made is tensor or _may_move(made, tensor) else _UsersOwn(made)
+        return self.pack_ours(made) if made is tensor or _may_move(made, tensor) else (made,)
 
     def unpack(self, packed: Any) -> Any:
-        return self.users[1](packed.value if type(packed) is _UsersOwn else self.unpack_ours(packed))
+        return self.users[1](packed[0] if type(packed) is tuple else self.unpack_ours(packed))
 
 
 def _may_move(made: Any, tensor: torch.Tensor) -> bool:
@@ -206,7 +200,7 @@ def _wrapper_probe(tensor: torch.Tensor, names: Sequence[str]) -> torch.Tensor |
 
 
 class _Scopes(threading.local):
-    """Of each thread its own, as torch's stack of hooks is."""
+    """Stack of scopes, one for each thread, as torch's stack of hooks is."""
 
     def __init__(self) -> None:
         self.stack: list[InstalledScope] = []

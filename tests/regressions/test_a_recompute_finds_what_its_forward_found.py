@@ -240,6 +240,29 @@ def test_a_call_of_a_shallow_copy_is_recomputed_by_the_copy(mode: Any) -> None:
     assert_beside(stacked(Scaled), step, mode)
 
 
+class Growing(nn.Module):
+    """Makes a part of itself in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "part"):
+            self.part = nn.Linear(WIDTH, WIDTH)
+        return x + torch.tanh(self.part(self.linear(x)))
+
+
+@pytest.mark.parametrize("mode", RECOMPUTING)
+def test_a_recompute_computes_with_the_parts_that_its_forward_made(mode: Any) -> None:
+    def step(model: nn.Module, number: int) -> list[Tensor]:
+        loss = model(wide()).square().mean()
+        loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+
+    assert_beside(stacked(Growing), step, mode)
+
+
 class ReadTwice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -316,28 +339,45 @@ def test_what_trains_with_torch_trains_where_blocks_are_recomputed(what: str, mo
 
 
 class Conditioned(nn.Module):
-    """condition: set for a call, and taken away after it."""
+    """given: a condition that is set for a call, and taken away after it; `condition` likewise."""
 
     condition: Tensor | None = None
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
+        self.given: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x)) * self.condition
+        return torch.tanh(self.linear(x)) * (
+            self.given.get("mask") if self.condition is None else self.condition
+        )
+
+
+@pytest.mark.parametrize("mode", RECOMPUTING)
+def test_a_condition_that_is_cleared_after_the_forward_is_there_in_the_recompute(mode: Any) -> None:
+    def step(model: nn.Module, number: int) -> Tensor:
+        for block in model.children():
+            block.condition = torch.full((WIDTH,), 1.0 + number)  # type: ignore[assignment]
+        loss = model(wide()).square().mean()
+        for block in model.children():
+            block.condition = None  # type: ignore[assignment]
+        loss.backward()
+        return loss.detach()
+
+    assert_beside(stacked(Conditioned), step, mode)
 
 
 @pytest.mark.parametrize("mode", ["hidden_states", "selective"])
 def test_what_a_recompute_raises_says_that_it_was_one_and_names_the_way_out(mode: Any) -> None:
-    """A condition that is cleared after the forward: the TypeError spoke of the model alone."""
+    """A condition that is cleared after the forward, in a dict: the TypeError spoke of the model alone."""
     model = nn.Sequential(*[Conditioned() for _ in range(3)])
     with offload.activations(model, mode, min_numel=1):
         for block in model.children():
-            block.condition = torch.ones(WIDTH)  # type: ignore[assignment]
+            block.given["mask"] = torch.ones(WIDTH)  # type: ignore[index,operator]
         loss = model(wide()).sum()
         for block in model.children():
-            block.condition = None  # type: ignore[assignment]
+            block.given.clear()  # type: ignore[operator,union-attr]
         with pytest.raises(TypeError) as raised:
             loss.backward()
     notes = " ".join(raised.value.__notes__)

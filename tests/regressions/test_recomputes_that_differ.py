@@ -3,9 +3,9 @@
 What others changed between a forward and its recompute was not put back: an attribute set for each call,
 dropout's p, hooks, submodules, buffers, an argument that is no tensor, a weight that an optimizer stepped.
 Nor were generators of numpy and Python put back that are bound to an attribute in another way than was
-foreseen. torch without offload had saved the values. Now what a recompute saves is compared with what its
-forward saved, and a difference is an error before the optimizer's step; mode "auto" keeps or moves such
-blocks from then on. Each test is a program whose gradients were wrong.
+foreseen. torch without offload had saved the values. Now attributes and submodules are put back. What a
+recompute saves is compared with what its forward saved, and a difference is an error before the optimizer's
+step; mode "auto" keeps or moves such blocks from then on. Each test is a program whose gradients were wrong.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import random
 import threading
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,11 +51,12 @@ class Block(nn.Module):
         self.b = nn.Parameter(torch.zeros(WIDTH))
         self.register_buffer("t", torch.ones(1))
         self.depth, self.p = 1.0, 0.1
+        self.settings = {"depth": 1.0}
         self.act: nn.Module = nn.Tanh()
         self.cond: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.dropout(self.act((self.a(x) + self.b) * self.depth + self.t), self.p)
+        y = F.dropout(self.act((self.a(x) + self.b) * self.depth * self.settings["depth"] + self.t), self.p)
         return x + y + (0 if self.cond is None else (self.cond * x * self.depth).tanh())
 
 
@@ -109,14 +111,18 @@ def bias(block: Any, call: int) -> None:
         block.b.add_(1)
 
 
-CHANGES = {
+def setting(block: Any, call: int) -> None:
+    block.settings["depth"] = 0.5 * block.settings["depth"]
+
+
+PUT_BACK = {
     "an attribute set for each call": (depth, nothing),
     "a condition set for each call": (condition, nothing),
     "dropout's p": (nothing, rate),
-    "a hook": (nothing, hook),
     "a submodule": (nothing, submodule),
-    "a bias": (nothing, bias),
+    "a buffer": (nothing, buffer),
 }
+CHANGES = {"a hook": (nothing, hook), "a bias": (nothing, bias), "a dict": (nothing, setting)}
 changed = pytest.mark.parametrize(("each", "between"), CHANGES.values(), ids=CHANGES.keys())
 
 
@@ -174,11 +180,14 @@ def test_auto_moves_such_blocks_from_the_next_step_on(each: Change, between: Cha
         assert_bits(one, other)
 
 
+@pytest.mark.parametrize(("each", "between"), PUT_BACK.values(), ids=PUT_BACK.keys())
 @pytest.mark.parametrize("mode", [*RECOMPUTING, "auto"])
-def test_a_buffer_that_is_written_between_forward_and_backward_is_put_back(mode: str) -> None:
+def test_what_is_bound_to_a_module_is_put_back_for_the_recompute(
+    mode: str, each: Change, between: Change
+) -> None:
     arguments = {"device_total": "40000B"} if mode == "auto" else {}
-    expected = steps(4, nothing, buffer)
-    for one, other in zip(expected, steps(4, nothing, buffer, mode, **arguments), strict=True):
+    expected = steps(4, each, between)
+    for one, other in zip(expected, steps(4, each, between, mode, **arguments), strict=True):
         assert_bits(one, other)
 
 
@@ -202,34 +211,47 @@ class Adapted(nn.Module):
         self.a = nn.Linear(WIDTH, WIDTH)
         self.adapters = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
         self.stacked = nn.Parameter(torch.randn(2, WIDTH))
-        self.active = self.row = 0
+        self.active = self.row = -1
+        self.shared: dict[str, int] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.a(x))
-        scaled: Tensor = y * self.stacked[self.row] if self.row >= 0 else self.adapters[self.active](y)
+        row, active = self.shared.get("row", self.row), self.shared.get("active", self.active)
+        scaled: Tensor = y * self.stacked[row] if row >= 0 else self.adapters[active](y)
         return scaled
 
 
-@pytest.mark.parametrize(("attribute", "values"), [("active", (0, 1)), ("row", (0, 1))])
-@pytest.mark.parametrize("mode", RECOMPUTING)
-def test_another_weight_in_the_recompute_is_an_error(
-    mode: str, attribute: str, values: tuple[int, int]
-) -> None:
-    """The active adapter is set for each of two live forwards: the saved activations are equal, and the first
-    one's gradient went through the second one's adapter."""
+def two_live_forwards(mode: Any, choose: Callable[[Any, int], object]) -> list[Tensor]:
+    """The gradients; an adapter is chosen for each forward."""
     torch.manual_seed(0)
     model = nn.Sequential(*[Adapted() for _ in range(2)])
-    offload.apply(model, mode, min_numel=1)  # type: ignore[arg-type]
+    if mode is not None:
+        offload.apply(model, mode, min_numel=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    for value in values:
+    for value in (0, 1):
         for block in model:
-            block.row = -1  # type: ignore[assignment]
-            setattr(block, attribute, value)
+            choose(block, value)
         losses.append(model(torch.randn(ROWS, WIDTH, requires_grad=True)).square().mean())
     torch.stack(losses).sum().backward()
+    optimizer.step()
+    return [torch.zeros(()) if p.grad is None else p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("attribute", ["active", "row"])
+@pytest.mark.parametrize("mode", RECOMPUTING)
+def test_two_live_forwards_have_each_its_adapter_and_another_weight_is_an_error(
+    mode: str, attribute: str
+) -> None:
+    """The saved activations are equal, and the first one's gradient went through the second one's adapter."""
+    bound = partial(setattr_of, attribute)
+    assert_bits(two_live_forwards(None, bound), two_live_forwards(mode, bound))
     with pytest.raises(RecomputeDiffersError, match=r"float32\[.*16\]"):
-        optimizer.step()
+        two_live_forwards(mode, lambda block, value: block.shared.update({attribute: value}))
+
+
+def setattr_of(attribute: str, block: Any, value: int) -> None:
+    setattr(block, attribute, value)
 
 
 class Fields(types.SimpleNamespace):

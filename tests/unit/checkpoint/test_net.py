@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,15 +127,15 @@ def test_three_calls_of_each_block_are_compared_then_one_in_61_of_its_class(
 
 
 class Scaled(nn.Module):
-    """scale: what its forward multiplies with."""
+    """settings: holds the `scale` of its forward: what is written in an object is not put back."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(8, 8)
-        self.scale = 1.0
+        self.settings = SimpleNamespace(scale=1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.fc(x) * self.scale)
+        return x + torch.tanh(self.fc(x) * self.settings.scale)
 
 
 def train(model: nn.Sequential, count: int, *, differing: int = -1) -> list[str]:
@@ -143,9 +144,9 @@ def train(model: nn.Sequential, count: int, *, differing: int = -1) -> list[str]
     raised: list[str] = []
     for number in range(count):
         loss = model(torch.randn(4, 8)).square().mean()
-        model[0].scale = 2.0 if number == differing else 1.0  # type: ignore[assignment]
+        model[0].settings.scale = 2.0 if number == differing else 1.0  # type: ignore[union-attr]
         loss.backward()
-        model[0].scale = 1.0  # type: ignore[assignment]
+        model[0].settings.scale = 1.0  # type: ignore[union-attr]
         try:
             optimizer.step()
             raised.append("")
@@ -187,7 +188,30 @@ def test_a_late_verdict_is_not_waited_for_before_the_next_steps_end(
     assert "in step 34" in raised[34]
 
 
-def test_under_torchs_own_checkpoints_what_kept_calls_are_given_is_compared() -> None:
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_a_difference_in_a_closure_is_raised_before_weights_are_stepped(kind: Any, by_name: bool) -> None:
+    """The closure's backward runs inside of step(), so the verdict that was there before it said nothing."""
+    model = nn.Sequential(Scaled(), Scaled())
+    offload.apply(model, "hidden_states", min_numel=1)
+    optimizer = kind(model.parameters(), lr=0.1)
+
+    def closure(scale: float = 2.0) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 8)).square().mean()
+        model[0].settings.scale = scale  # type: ignore[union-attr]
+        loss.backward()
+        model[0].settings.scale = 1.0  # type: ignore[union-attr]
+        return loss
+
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(RecomputeDiffersError, match="the recompute of 0"):
+        optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert isinstance(optimizer.step(partial(closure, 1.0)), Tensor)
+
+
+def test_under_torchs_own_checkpoints_with_our_contexts_saves_are_compared() -> None:
     model = nn.Sequential(Scaled(), Scaled())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     contexts = offload.selective_contexts({torch.ops.aten.addmm.default})
@@ -195,11 +219,8 @@ def test_under_torchs_own_checkpoints_what_kept_calls_are_given_is_compared() ->
         offload.init_chunk_handler(None, None, 1)
         x = torch.randn(4, 8, requires_grad=True)
         for block in model:
-            # the products of the second block are given what the first one computes anew
-            x = checkpoint(
-                lambda x, block=block: block(block(x)), x, use_reentrant=False, context_fn=contexts
-            )
-        model[1].scale = 2.0 if differing else 1.0  # type: ignore[assignment]
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        model[1].settings.scale = 2.0 if differing else 1.0  # type: ignore[union-attr]
         x.square().mean().backward()
         with (
             pytest.raises(RecomputeDiffersError, match="Run what differs outside")
