@@ -47,7 +47,8 @@ class GroupedExperts(nn.Module):
 
     recomputes: neither h is kept, which takes the first product once more. gradient_share: what a weight's
         gradient is multiplied by: 1 / the ranks whose rows arrive here.
-    Under autocast the products are in its dtype.
+    Products are in the dtype of x, or that of autocast: weights of another one are cast for each product, and
+    no copy of them is saved.
     """
 
     def __init__(
@@ -71,12 +72,9 @@ class GroupedExperts(nn.Module):
     def forward(self, x: Tensor, rows: Rows, weights_R: Tensor | None = None) -> Tensor:
         """x: (R, D), or (T, D) where `rows` has an index. weights_R: the probability of each row, applied to
         its activation; None: they are applied elsewhere."""
-        marks = self.marks
-        w1_EGD: Tensor = self.w1_EGD
-        w2_EDF: Tensor = self.w2_EDF
+        marks, w1_EGD, w2_EDF = self.marks, self.w1_EGD, self.w2_EDF
         if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, w1_EGD, w2_EDF = x.to(dtype), w1_EGD.to(dtype), w2_EDF.to(dtype)
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         if weights_R is not None:
             weights_R = weights_R.to(x.dtype)
         share = self.gradient_share
@@ -98,7 +96,7 @@ def _rows_of(x: Tensor, rows: Rows) -> Tensor:
 
 
 def _first(x: Tensor, w1_EGD: Tensor, rows: Rows) -> Tensor:
-    return grouped_product(_rows_of(x, rows), w1_EGD.transpose(1, 2), rows.ends_E)
+    return grouped_product(_rows_of(x, rows), w1_EGD.to(x.dtype).transpose(1, 2), rows.ends_E)
 
 
 def _first_backward(
@@ -107,9 +105,9 @@ def _first_backward(
     """Gradients of x and w1, as far as they are needed."""
     of_x = of_w1 = None
     if needed[1]:
-        of_w1 = _shared(grouped_outer(grad_RG, _rows_of(x, rows), rows.ends_E), share)
+        of_w1 = _shared(grouped_outer(grad_RG, _rows_of(x, rows), rows.ends_E), share, w1_EGD)
     if needed[0]:
-        of_x = grouped_product(grad_RG, w1_EGD, rows.ends_E)
+        of_x = grouped_product(grad_RG, w1_EGD.to(x.dtype), rows.ends_E)
         of_x = of_x if rows.rows_TK is None else summed_rows(of_x, rows.rows_TK)
     return of_x, of_w1
 
@@ -123,7 +121,8 @@ def _activated(h_RG: Tensor, weights_R: Tensor | None) -> tuple[Tensor, Tensor, 
 
 
 def _second(h_RG: Tensor, weights_R: Tensor | None, w2_EDF: Tensor, rows: Rows) -> Tensor:
-    return grouped_product(_activated(h_RG, weights_R)[3], w2_EDF.transpose(1, 2), rows.ends_E)
+    weighted_RF = _activated(h_RG, weights_R)[3]
+    return grouped_product(weighted_RF, w2_EDF.to(h_RG.dtype).transpose(1, 2), rows.ends_E)
 
 
 def _second_backward(
@@ -138,22 +137,22 @@ def _second_backward(
     """Gradients of h, of the rows' weights and of w2, as far as they are needed."""
     grad_RD = grad_RD.contiguous()  # an expanded one crashes grouped_mm
     gate_RF, up_RF, product_RF, weighted_RF = _activated(h_RG, weights_R)
-    of_w2 = _shared(grouped_outer(grad_RD, weighted_RF, rows.ends_E), share) if needed[2] else None
+    of_w2 = _shared(grouped_outer(grad_RD, weighted_RF, rows.ends_E), share, w2_EDF) if needed[2] else None
     of_weights = of_h = None
     if needed[0] or needed[1]:
-        grad_RF = grouped_product(grad_RD, w2_EDF, rows.ends_E)
+        grad_RF = grouped_product(grad_RD, w2_EDF.to(h_RG.dtype), rows.ends_E)
         if weights_R is not None:
             of_weights = product_RF.mul_(grad_RF).sum(1) if needed[1] else None
             grad_RF = grad_RF * weights_R[:, None]
         of_h = torch.empty_like(h_RG)
         of_gate, of_up = of_h.chunk(2, dim=1)
-        of_up.copy_(nn.functional.silu(gate_RF)).mul_(grad_RF)
-        of_gate.copy_(torch.ops.aten.silu_backward(grad_RF.mul_(up_RF), gate_RF))
+        torch.ops.aten.silu.out(gate_RF, out=of_up).mul_(grad_RF)
+        torch.ops.aten.silu_backward.grad_input(grad_RF.mul_(up_RF), gate_RF, grad_input=of_gate)
     return of_h, of_weights, of_w2
 
 
-def _shared(grad: Tensor, share: float) -> Tensor:
-    return grad if share == 1.0 else grad.mul_(share)
+def _shared(grad: Tensor, share: float, weight: Tensor) -> Tensor:
+    return (grad if share == 1.0 else grad.mul_(share)).to(weight.dtype)
 
 
 # The layouts are kept on ctx, not saved: see dispatch.py.

@@ -40,7 +40,8 @@ class TopKRouter(nn.Module):
     """Softmax over all experts; each token goes to its top_k. (T, D) -> Routing.
 
     tokens_E: rows for each expert since the last `update_balance`, of training forwards on this rank, int64;
-        None before the first. A recompute counts nothing, nor does a forward without gradients.
+        None before the first. A recompute counts nothing, nor does a forward without gradients, or a replay
+        of a CUDA graph.
     bias_E: with balance="bias", added to the probabilities to choose by, and to nothing else.
     auxiliary_loss: with balance="loss", of the last forward; its gradient is added by the backward.
     loss_scale: what that gradient is multiplied by. Set it to what the trainer multiplies its own loss by,
@@ -73,14 +74,19 @@ class TopKRouter(nn.Module):
         order_R, ends_E = sorted_rows(experts_TK.flatten(), config.experts)
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         counts_PE = counts_E[None] if self.group is None else _gathered(counts_E, self.group)
-        counts = self.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-        if counts:
+        if self._is_counted(x_TD):
             self.tokens_E = counts_E.long() if self.tokens_E is None else self.tokens_E + counts_E
         if config.balance == "loss" and torch.is_grad_enabled():
             loss = config.rate * _imbalance(probs_TE, counts_PE)
             self.auxiliary_loss = loss.detach()
             weights_TK = _WithLoss.apply(weights_TK, loss, self.loss_scale)  # type: ignore[no-untyped-call]
         return Routing(experts_TK, weights_TK, order_R, ends_E, counts_PE)
+
+    def _is_counted(self, x_TD: Tensor) -> bool:
+        """Whether a forward is one of training, and no recompute, which runs inside a backward. A graph's
+        capture computes nothing."""
+        trains = self.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        return trains and not (x_TD.is_cuda and torch.cuda.is_current_stream_capturing())
 
     @torch.no_grad()
     def reset_balance(self) -> None:
@@ -170,4 +176,7 @@ class _WithLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         dtype, device = ctx.like
-        return grad, torch.as_tensor(ctx.scale, dtype=dtype, device=device).reshape(()), None
+        one = torch.ones(
+            (), dtype=dtype, device=device
+        )  # a number would come from the host, and be waited for
+        return grad, one * ctx.scale, None
