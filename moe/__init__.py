@@ -8,7 +8,8 @@ a checkout (offload/packages.py).
 
 One invariant: nothing here touches a stream, an event or pinned memory; it marks groups and the engine moves
 them. `config` is the shape, `router` decides, `dispatch` brings rows to their experts and back, `products`
-multiplies groups of rows, `experts` and `layer` are the modules, `model` cuts them into pipeline stages.
+multiplies groups of rows, `experts` and `layer` are the modules, `model` cuts them into pipeline stages,
+`sizes` counts what they save.
 Shapes are in names: x_TD is (tokens, width); each file has a legend.
 """
 
@@ -24,6 +25,7 @@ else:
     from .model import MixtureGPT, build_stage_module, layers_of_stage, stage_examples
     from .ranks import expert_parameters, names_of_this_rank
     from .router import Routing, TopKRouter
+    from .sizes import saved_bytes_of_layer
 
 __all__ = [
     "GROUP_NAMES",
@@ -40,5 +42,6 @@ __all__ = [
     "layers_of_stage",
     "names_of_this_rank",
     "replaying_contexts",
+    "saved_bytes_of_layer",
     "stage_examples",
 ]

@@ -1,0 +1,294 @@
+"""Mixtures of experts on a GPU: torch's grouped products, the same bits with offload and without, nothing
+that waits for the device, graphs, and two ranks over NCCL.
+
+pytest -m gpu tests/gpu/test_mixtures.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe import GROUP_NAMES, Mixture, MixtureConfig, MixtureGPT, build_stage_module
+from moe.products import _takes, grouped_outer, grouped_product
+from moe.router import _top_k
+from offload import OffloadConfig, capturing, configure, init_chunk_handler, step_end
+from tests.gpu.workbench import DEVICE, build_manager, installed
+from tests.ranks import run_ranks
+from tests.unit.moe.mixtures import assert_same, grads_of, loss_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
+
+CONFIG = MixtureConfig(
+    dim=256,
+    expert_hidden=128,
+    experts=8,
+    top_k=2,
+    shared_hidden=192,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    sequence=256,
+    balance="loss",
+    math_attention=True,
+)
+SETTINGS: list[dict[str, Any]] = [
+    {"offload_modules": GROUP_NAMES},
+    {"offload_modules": {"expert_fc1", "moe_act"}, "input_kept": "unpermuted"},
+    {"experts_mode": "save_on_cpu"},
+    {"experts_mode": "checkpoint"},
+    {"experts_mode": "both"},
+    {"experts_mode": "both", "input_kept": "unpermuted"},
+    {"recompute": True},
+]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def model_of(config: MixtureConfig = CONFIG, **options: Any) -> MixtureGPT:
+    return build_stage_module(config, device=DEVICE, dtype=torch.bfloat16, **options)
+
+
+def text(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (2, CONFIG.sequence), generator=generator).to(DEVICE)
+
+
+def step(model: nn.Module, seeds: tuple[int, ...] = (0, 1)) -> tuple[list[Tensor], dict[str, Tensor]]:
+    model.zero_grad()
+    logits = []
+    for seed in seeds:
+        init_chunk_handler()
+        logits.append(model(text(seed)))
+    for seed, each in reversed(list(zip(seeds, logits, strict=True))):
+        loss_of(each, text(seed)).backward()
+    step_end()
+    return [each.detach().clone() for each in logits], grads_of(model)
+
+
+# -- products --
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("counts", [(100, 0, 28, 1, 0, 127), (0, 0, 256, 0, 0, 0), (0, 0, 0, 0, 0, 0)])
+def test_products_are_near_the_loops_and_every_row_and_expert_is_written(
+    dtype: torch.dtype, counts: tuple[int, ...]
+) -> None:
+    """New memory is filled with NaN here, so what is not written is seen."""
+    rows = sum(counts)
+    x, y = torch.randn(rows, 64, device=DEVICE).to(dtype), torch.randn(rows, 48, device=DEVICE).to(dtype)
+    w = torch.randn(len(counts), 48, 64, device=DEVICE).to(dtype)
+    ends = torch.tensor(counts, device=DEVICE).cumsum(0).int()
+    product, back = grouped_product(x, w.transpose(1, 2), ends), grouped_product(y, w, ends)
+    outer = grouped_outer(y, x, ends)
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        tolerance: dict[str, float] = {"rtol": 2e-2, "atol": 2e-1}
+        torch.testing.assert_close(product[start:end], x[start:end] @ w[expert].t(), **tolerance)
+        torch.testing.assert_close(back[start:end], y[start:end] @ w[expert], **tolerance)
+        torch.testing.assert_close(outer[expert], y[start:end].t() @ x[start:end], **tolerance)
+        if start == end:
+            assert not outer[expert].any()
+        start = end
+
+
+def test_bfloat16_is_grouped() -> None:
+    assert _takes("cuda", torch.bfloat16, True)
+
+
+def test_ties_are_decided_as_on_the_host() -> None:
+    scores = torch.randint(-3, 4, (4096, 64), generator=torch.Generator().manual_seed(0)).float() / 4
+    assert torch.equal(_top_k(scores.to(DEVICE), 8).cpu(), _top_k(scores, 8))
+
+
+# -- a layer --
+
+
+def test_a_layer_waits_for_nothing() -> None:
+    """Neither forward nor backward reads anything back."""
+    mixture = Mixture(CONFIG).to(DEVICE, torch.bfloat16)
+    x = torch.randn(512, CONFIG.dim, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn_like(x)
+    mixture(x).backward(grad)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mixture(x).backward(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_captured_layer_routes_each_replay_anew() -> None:
+    mixture = Mixture(CONFIG).to(DEVICE, torch.bfloat16)
+    inputs = [torch.randn(512, CONFIG.dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
+    expected = []
+    for each in inputs:
+        mixture.zero_grad()
+        x = each.clone().requires_grad_()
+        y = mixture(x)
+        y.square().sum().backward()
+        expected.append([y.detach(), x.grad, *grads_of(mixture).values()])
+    x = inputs[0].clone().requires_grad_()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        mixture(x).square().sum().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    mixture.zero_grad()
+    x.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = mixture(x)
+        y.square().sum().backward()
+    for each, others in zip(inputs, expected, strict=True):
+        with torch.no_grad():
+            x.copy_(each)
+        graph.replay()
+        found = [y.detach(), x.grad, *grads_of(mixture).values()]
+        assert all(torch.equal(one, other) for one, other in zip(found, others, strict=True))
+
+
+def test_groups_of_experts_in_a_captured_region_have_the_same_bits() -> None:
+    mixture = MixtureGPT(CONFIG.with_(layers=1), offload_modules=GROUP_NAMES).blocks["0"].mixture
+    mixture.to(DEVICE, torch.bfloat16)
+    x = torch.randn(2048, CONFIG.dim, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    mixture(x).square().sum().backward()
+    expected = [x.grad, *grads_of(mixture).values()]
+    x.grad = None
+    mixture.zero_grad()
+    with installed(build_manager()), capturing() as region:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            init_chunk_handler()
+            mixture(x).square().sum().backward()
+            step_end()
+        torch.cuda.current_stream().wait_stream(side)
+        x.grad = None
+        mixture.zero_grad()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            init_chunk_handler()
+            mixture(x).square().sum().backward()
+        step_end()
+        graph.replay()
+        torch.cuda.synchronize()
+        found = [x.grad, *grads_of(mixture).values()]
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        del graph
+        region.release()
+
+
+def test_a_capture_that_would_count_no_tokens_is_refused() -> None:
+    mixture = Mixture(CONFIG.with_(balance="bias")).to(DEVICE, torch.bfloat16)
+    x = torch.randn(64, CONFIG.dim, device=DEVICE, dtype=torch.bfloat16)
+    with (
+        pytest.raises(RuntimeError, match="a replay would count no tokens"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        mixture(x)
+
+
+def test_compiled_experts_are_near_the_plain_ones() -> None:
+    expected = step(model_of(), (0,))
+    model = model_of()
+    for mixture in model.mixtures():
+        mixture.experts.compile()
+    torch.testing.assert_close(step(model, (0,)), expected, rtol=3e-2, atol=3e-2)
+
+
+# -- a model --
+
+
+@pytest.mark.req("S2-98")
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_logits_and_gradients_are_bitwise_the_baselines(setting: dict[str, Any]) -> None:
+    expected = step(model_of())
+    with installed(build_manager()):
+        model = model_of(**setting)
+        for _ in range(3):
+            assert_same(step(model), expected)
+
+
+@pytest.mark.req("S2-99")
+@pytest.mark.usefixtures("clean_allocator")
+@pytest.mark.parametrize("mode", ["save_on_cpu", "both"])
+def test_the_peak_falls_by_what_leaves(mode: Any) -> None:
+    """Many layers, so that what the windows hold is small; within 30% and 20 MiB of what the engine moved."""
+    config = CONFIG.with_(layers=16, sequence=2048, vocabulary=272, math_attention=False)
+    tokens = torch.randint(0, 256, (1, 2048), device=DEVICE)
+
+    def peak_of(model: nn.Module) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["active_bytes.all.current"]
+        init_chunk_handler()
+        loss_of(model(tokens), tokens).backward()
+        step_end()
+        torch.cuda.synchronize()
+        return int(torch.cuda.memory_stats()["active_bytes.all.peak"]) - before
+
+    torch.use_deterministic_algorithms(False)
+    beside = "checkpoint" if mode == "both" else None  # the same computation, and nothing leaves
+    plain = model_of(config, experts_mode=beside)
+    peak_of(plain)
+    without = peak_of(plain)
+    del plain
+    manager = build_manager(
+        min_offloaded_tensor_size=1 << 16, max_spilling_bytes=4 << 20, max_restoring_bytes=4 << 20
+    )
+    with installed(manager):
+        model = model_of(config, experts_mode=mode)
+        for _ in range(3):
+            peak = peak_of(model)
+        moved = manager.stats.spill_bytes
+    saved = without - peak
+    assert moved >= 2 << 20
+    assert saved > 0
+    assert abs(saved - moved) <= 0.3 * moved
+    assert abs(saved - moved) <= 20 << 20
+
+
+# -- two ranks --
+
+
+def over_nccl(rank: int, world: int) -> dict[str, Any]:
+    torch.use_deterministic_algorithms(True)
+    group = dist.group.WORLD
+    seeds = (2 * rank, 2 * rank + 1)
+    expected = step(model_of(group=group), seeds)
+    configure(
+        OffloadConfig(min_offloaded_tensor_size=1, piece_bytes=256 << 10, host_reserve_bytes=128 << 20),
+        print_summary=False,
+    )
+    found: dict[str, Any] = {}
+    for setting in SETTINGS:
+        if setting.get("input_kept") == "unpermuted":
+            continue
+        model = model_of(group=group, **setting)
+        found[str(setting)] = []
+        for _ in range(3):
+            logits, grads = step(model, seeds)
+            found[str(setting)].append(
+                all(torch.equal(one, other) for one, other in zip(logits, expected[0], strict=True))
+                and all(torch.equal(grads[name], expected[1][name]) for name in expected[1])
+            )
+    captured = Mixture(CONFIG, group).to(DEVICE, torch.bfloat16)
+    x = torch.randn(64, CONFIG.dim, device=DEVICE, dtype=torch.bfloat16)
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            captured(x)
+    except RuntimeError as error:
+        found["refused"] = "its ranks exchange row counts" in str(error)
+    return found
+
+
+@pytest.mark.gpus(2)
+def test_two_ranks_over_nccl_have_the_same_bits_with_offload_and_refuse_captures(tmp_path: Any) -> None:
+    for rank in run_ranks(over_nccl, 2, tmp_path, backend="nccl"):
+        assert rank.pop("refused")
+        assert len(rank) == 5
+        assert all(all(same) for same in rank.values())
