@@ -38,7 +38,7 @@ CONFIG = MixtureConfig(
 )
 SETTINGS: list[dict[str, Any]] = [
     {"offload_modules": GROUP_NAMES},
-    {"offload_modules": {"expert_fc1", "moe_act"}, "input_kept": "unpermuted"},
+    {"offload_modules": ("expert_fc1", "moe_act"), "input_kept": "unpermuted"},
     {"experts_mode": "save_on_cpu"},
     {"experts_mode": "checkpoint"},
     {"experts_mode": "both"},

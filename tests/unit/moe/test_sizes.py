@@ -20,8 +20,8 @@ CHANGES: list[dict[str, Any]] = [
     {"probabilities": "output"},
 ]
 EXPERTS_ALONE: list[dict[str, Any]] = [
-    {"offload_modules": {"expert_fc1", "moe_act"}},
-    {"offload_modules": {"expert_fc1", "moe_act"}, "input_kept": "unpermuted"},
+    {"offload_modules": ("expert_fc1", "moe_act")},
+    {"offload_modules": ("expert_fc1", "moe_act"), "input_kept": "unpermuted"},
     {"experts_mode": "save_on_cpu"},
     {"experts_mode": "save_on_cpu", "input_kept": "unpermuted"},
     {"experts_mode": "both"},
