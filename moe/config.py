@@ -153,9 +153,10 @@ class Placement:
     experts_mode: ExpertsMode | None = None
     """"save_on_cpu": what the experts save leaves for the host. "checkpoint": they save their inputs alone
     and are recomputed. "both": those inputs leave."""
-    input_kept: InputKept = "permuted"
+    input_kept: InputKept | None = None
     """What the first product of the experts keeps of its input: each token once for each of its experts, or
-    once ("unpermuted"), to be gathered again in the backward."""
+    once ("unpermuted"), to be gathered again in the backward. None: "unpermuted" where one rank has all
+    experts, which is smaller and was no slower (docs/benchmarks.md); else "permuted", as rows arrive so."""
     recompute: bool = False
     """Each layer is recomputed from its input, but for its routing: `replaying_contexts`."""
 
@@ -188,8 +189,18 @@ class Placement:
                 f"recompute=True computes whole layers again, and offload_modules={sorted(chosen)} with "
                 f"experts_mode={self.experts_mode!r} would keep parts of them; use one of the two"
             )
-        if self.input_kept not in get_args(InputKept):
-            raise ValueError(f"input_kept is {self.input_kept!r}, must be 'permuted' or 'unpermuted'")
+        if self.input_kept not in (None, *get_args(InputKept)):
+            raise ValueError(f"input_kept is {self.input_kept!r}, must be 'permuted', 'unpermuted' or None")
+
+    def input_on(self, ranks: int) -> InputKept:
+        """What is kept of the input where so many ranks share the experts. Raises ValueError for
+        "unpermuted" on several."""
+        if ranks > 1 and self.input_kept == "unpermuted":
+            raise ValueError(
+                f"input_kept='unpermuted' with {ranks} ranks: rows arrive once for each expert, so there is "
+                "no smaller input to keep; use 'permuted'"
+            )
+        return self.input_kept or ("unpermuted" if ranks == 1 else "permuted")
 
     @property
     def recomputes(self) -> bool:

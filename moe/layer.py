@@ -78,11 +78,7 @@ class Mixture(nn.Module):
                 f"{config.experts} experts cannot be shared equally by {ranks} ranks; take a number of ranks "
                 "that divides them"
             )
-        if ranks > 1 and placement.input_kept == "unpermuted":
-            raise ValueError(
-                f"input_kept='unpermuted' with {ranks} ranks: rows arrive once for each expert, so there is "
-                "no smaller input to keep; use 'permuted'"
-            )
+        self.input_kept = placement.input_on(ranks)
         self.router = TopKRouter(config, self.group)
         build = partial(GroupedExperts, marks=self.marks, recomputes=placement.recomputes)
         own = config.experts // ranks
@@ -102,7 +98,7 @@ class Mixture(nn.Module):
         ).to(x.dtype)
         inside = self.config.probabilities == "activation"
         rows = Rows(layout.ends_E)
-        if self.placement.input_kept == "unpermuted":
+        if self.input_kept == "unpermuted":
             rows, x_RD = Rows(layout.ends_E, layout.token_R, layout.rows_TK), x_TD
         else:
             x_RD = gathered_rows(x_TD, layout.token_R, layout.rows_TK)

@@ -41,7 +41,7 @@ class MixtureGPT(nn.Module):
         group: dist.ProcessGroup | None = None,
         offload_modules: Collection[str] = (),
         experts_mode: ExpertsMode | None = None,
-        input_kept: InputKept = "permuted",
+        input_kept: InputKept | None = None,
         *,
         recompute: bool = False,
         stage: int = 0,

@@ -3,7 +3,7 @@
 torch ships, in one run on one GPU.
 
     python scripts/bench_moe.py                             all works but configs, under 8 minutes on an H200
-    python scripts/bench_moe.py --work layer --rows groups,groups_unpermuted,auto
+    python scripts/bench_moe.py --work layer --rows groups,groups_permuted,auto
     python scripts/bench_moe.py --work window,zipf --out moe.json
     python scripts/bench_moe.py --work configs              and with --config FILE.toml,... files of your own
     python scripts/bench_moe.py --tiny                      all of it on a CPU and the simulated device, for
@@ -73,7 +73,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--kept",
         type=float,
         default=0.5,
-        help="share of nothing's saved bytes that groups and auto may keep on the device (%(default)s)",
+        help="share of its saved bytes that groups and auto may keep on the device (%(default)s)",
     )
     parser.add_argument(
         "--config",
@@ -135,22 +135,21 @@ def request_for(
 ) -> MixtureRequest | str:
     """What the row's process is asked for, or why it cannot be."""
     spec = ROWS[row]
-    needed = {"nothing"} if spec.limited or spec.total == "share" else {spec.total} - {None}
+    needed = {"nothing"} if spec.total == "share" else {spec.total} - {None}
     if missing := needed - done.keys():
         return f"it needs the row {', '.join(map(str, missing))} before it"
-    kept_bytes = total_bytes = None
+    total_bytes = None
     if "nothing" in done:
         saved = done["nothing"]["saved_bytes"]
-        kept_bytes = round(args.kept * saved)
         # on the CPU, which tells no active bytes, what is saved stands for them
-        total_bytes = (done["nothing"]["active_bytes"] or 2 * saved) - (saved - kept_bytes)
+        total_bytes = (done["nothing"]["active_bytes"] or 2 * saved) - round((1 - args.kept) * saved)
     if spec.total == "torch_checkpoint":
         total_bytes = done["torch_checkpoint"]["active_bytes"] or total_bytes
     return MixtureRequest(
         row=row,
         work=work,
         samples=min(work.samples, _ZIPF_NOTHING) if row == "nothing" else work.samples,
-        kept_bytes=kept_bytes if spec.limited else None,
+        kept=args.kept,
         total_bytes=total_bytes if spec.total else None,
         host_limit_bytes=round(args.host_limit_gb * GB),
         reference=str(folder / f"reference-{work.name}.pt"),

@@ -44,14 +44,14 @@ ZIPF_SETTLING = 20
 class MixtureRequest:
     """What the parent asks of one process.
 
-    kept_bytes: of saved tensors, on the device, for a row with `limited`. total_bytes: for mode auto.
+    kept: share of saved bytes that stays, for a row with `kept`. total_bytes: for mode auto.
     reference: the file of the gradients' fingerprints, written by the row nothing and read by the others.
     """
 
     row: str
     work: Work
     samples: int
-    kept_bytes: int | None = None
+    kept: float = 1.0
     total_bytes: int | None = None
     host_limit_bytes: int
     reference: str
@@ -169,11 +169,9 @@ class Job:
     def _configured(self, limit_bytes: int | None) -> Any:
         small: dict[str, Any] = {"min_offloaded_tensor_size": 1}
         small |= {} if limit_bytes is not None else dict.fromkeys(_IN_FLIGHT, 1 << 14)
-        config = offload.OffloadConfig(
-            host_limit_bytes=self.request.host_limit_bytes,
-            device_limit_bytes=limit_bytes,
-            **(small if self.request.tiny else {}),
-        )
+        limits: dict[str, Any] = {"device_limit_bytes": limit_bytes}
+        limits |= small if self.request.tiny else self.spec.limits
+        config = offload.OffloadConfig(host_limit_bytes=self.request.host_limit_bytes, **limits)
         manager = offload.configure(
             config, device="sim" if self.device.type == "cpu" else "cuda", print_summary=False
         )
@@ -217,14 +215,13 @@ class Job:
 
     def _limit(self, stays_bytes: int) -> int | None:
         """Of the engine: of the bytes that may be kept, what is left beside those that no mark takes."""
-        if not self.spec.limited:
+        if not self.spec.kept:
             return None
-        assert self.request.kept_bytes is not None
-        left = self.request.kept_bytes - stays_bytes
-        if left <= 0:
-            kept = bytes_text(self.request.kept_bytes)
-            raise SkippedError(f"{bytes_text(stays_bytes)} are of no mark, and --kept leaves {kept}")
-        return left
+        kept = round(self.request.kept * self.saved_bytes)
+        if kept <= stays_bytes:
+            stay = bytes_text(stays_bytes)
+            raise SkippedError(f"{stay} are of no mark, and --kept leaves {bytes_text(kept)}")
+        return kept - stays_bytes
 
 
 @contextmanager

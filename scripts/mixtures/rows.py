@@ -1,13 +1,15 @@
 """The rows: which activations leave, by what, and what is recomputed instead.
 
-    nothing, nothing_unpermuted    everything stays; unpermuted: the experts' input is kept once a token
-    groups, groups_unpermuted      marks of the experts and of attention, under a limit (`limited`)
-    auto, auto_unpermuted          offload.apply(model, mode="auto") within a total
+    nothing, nothing_permuted      everything stays; permuted: the experts' input is kept once for each expert
+                                   that a token goes to, not once
+    groups, groups_permuted        marks of the experts and of attention, under a limit (`kept`)
+    auto, auto_permuted            offload.apply(model, mode="auto") within a total
     auto_checkpoint                the same within what torch_checkpoint takes
     recompute                      every layer recomputed from its input, but for its routing
     experts_*                      the three modes of the experts
-    both_attention                 the mode "both" of an unpermuted input, and all else that is marked leaves
-    experts_leave                  permuted input and first product leave, without a limit
+    both_attention                 the experts' mode "both", and all else that is marked leaves, under a limit
+    experts_leave                  the experts' input and first product leave, with wide copies in flight;
+                                   experts_leave_permuted with the permuted input
     torch_checkpoint               torch.utils.checkpoint of every layer
     torch_save_on_cpu              torch.autograd.graph.save_on_cpu(pin_memory=True) around the experts
 
@@ -40,9 +42,11 @@ class RowSpec:
 
     placement: Mapping[str, Any] = field(default_factory=dict)
     """Of moe.MixtureGPT: offload_modules, experts_mode, input_kept, recompute."""
-    limited: bool = False
+    kept: bool = False
     """The engine's device limit is what lets the model keep the share of its saved bytes that is asked
     for."""
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """Of the engine's config."""
     total: Literal["share", "torch_checkpoint"] | None = None
     """Mode auto, within what `nothing` takes less what is not to be kept, or within what that row takes."""
     by_torch: Literal["checkpoint", "save_on_cpu"] | None = None
@@ -62,36 +66,42 @@ class RowSpec:
         )
 
 
-_UNPERMUTED = {"input_kept": "unpermuted"}
+_PERMUTED = {"input_kept": "permuted"}
 _GROUPS = {"offload_modules": (*ATTENTION, *EXPERTS)}
+_LEAVE = {"offload_modules": EXPERTS}
+_WIDE = {"max_spilling_bytes": 24 << 30, "max_restoring_bytes": 12 << 30}
+"""Four forwards come before the first backward and save four times what the link carries meanwhile: what is
+under way is the memory that hides it."""
 
 ROWS: Mapping[str, RowSpec] = {
     "nothing": RowSpec(),
-    "nothing_unpermuted": RowSpec(placement=_UNPERMUTED),
-    "groups": RowSpec(placement=_GROUPS, limited=True),
-    "groups_unpermuted": RowSpec(placement=_GROUPS | _UNPERMUTED, limited=True),
+    "nothing_permuted": RowSpec(placement=_PERMUTED),
+    "groups": RowSpec(placement=_GROUPS, kept=True),
+    "groups_permuted": RowSpec(placement=_GROUPS | _PERMUTED, kept=True),
     "auto": RowSpec(total="share"),
-    "auto_unpermuted": RowSpec(placement=_UNPERMUTED, total="share"),
-    "auto_checkpoint": RowSpec(placement=_UNPERMUTED, total="torch_checkpoint"),
+    "auto_permuted": RowSpec(placement=_PERMUTED, total="share"),
+    "auto_checkpoint": RowSpec(total="torch_checkpoint"),
     "recompute": RowSpec(placement={"recompute": True}),
     "experts_save_on_cpu": RowSpec(placement={"experts_mode": "save_on_cpu"}),
     "experts_checkpoint": RowSpec(placement={"experts_mode": "checkpoint"}),
     "experts_both": RowSpec(placement={"experts_mode": "both"}),
     "both_attention": RowSpec(
-        placement=_UNPERMUTED | {"experts_mode": "both", "offload_modules": EVERYTHING}
+        placement={"experts_mode": "both", "offload_modules": EVERYTHING},
+        limits={"device_limit_bytes": 768 << 20},
     ),
-    "experts_leave": RowSpec(placement={"offload_modules": EXPERTS}),
+    "experts_leave": RowSpec(placement=_LEAVE, limits=_WIDE),
+    "experts_leave_permuted": RowSpec(placement=_LEAVE | _PERMUTED, limits=_WIDE),
     "torch_checkpoint": RowSpec(by_torch="checkpoint"),
     "torch_save_on_cpu": RowSpec(by_torch="save_on_cpu"),
 }
 ROWS_OF: Mapping[str, tuple[str, ...]] = {
     "layer": (
         "nothing",
-        "nothing_unpermuted",
+        "nothing_permuted",
         "groups",
-        "groups_unpermuted",
+        "groups_permuted",
         "auto",
-        "auto_unpermuted",
+        "auto_permuted",
         "torch_checkpoint",
         "recompute",
         "auto_checkpoint",
@@ -101,7 +111,7 @@ ROWS_OF: Mapping[str, tuple[str, ...]] = {
         "experts_both",
         "both_attention",
     ),
-    "window": ("nothing", "experts_leave"),
+    "window": ("nothing", "experts_leave", "experts_leave_permuted"),
     "zipf": ("nothing", "groups"),
     "lengths": ("nothing", "groups"),
 }

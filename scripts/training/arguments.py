@@ -277,7 +277,8 @@ def _parser() -> argparse.ArgumentParser:
     offload.add_argument(
         "--input-kept",
         choices=["permuted", "unpermuted"],
-        help="of a mixture: the experts' input once for each expert of a token, or once (default: permuted)",
+        help="of a mixture: the experts' input once for each expert of a token, or once (default: "
+        "once, where one rank has all experts)",
     )
     offload.add_argument(
         "--min-offloaded-tensor-size", type=int, metavar="N", help="elements; smaller saved tensors stay"

@@ -145,7 +145,7 @@ class Mixture:
         chosen = frozenset(name.strip() for name in marks.split(",") if name.strip())
         names = {"all": every, "none": frozenset[str]()}.get(marks.strip(), chosen)
         placement = moe.Placement(
-            offload_modules=names, experts_mode=mode, input_kept=given["input_kept"] or "permuted"
+            offload_modules=names, experts_mode=mode, input_kept=given["input_kept"]
         )
         ranks = given["expert_parallel"] or 1
         if config.experts % ranks:
@@ -153,12 +153,7 @@ class Mixture:
                 f"{config.experts} experts cannot be shared equally by --expert-parallel {ranks} ranks; take "
                 "a divisor, or another --experts"
             )
-        if ranks > 1 and placement.input_kept == "unpermuted":
-            raise ValueError(
-                f"--input-kept unpermuted with --expert-parallel {ranks}: rows arrive once for each expert, "
-                "so there is no smaller input to keep; take permuted"
-            )
-        return cls(config, placement)
+        return cls(config, replace(placement, input_kept=placement.input_on(ranks)))
 
     @property
     def sequence(self) -> int:

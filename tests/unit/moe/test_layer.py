@@ -41,11 +41,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{name: {"offload_modules": {name}} for name in GROUP_NAMES if name != "attn_proj"},
     "attn_proj": {"offload_modules": {"core_attn", "attn_proj"}},
     "all": {"offload_modules": GROUP_NAMES},
-    "all, unpermuted": {"offload_modules": GROUP_NAMES, "input_kept": "unpermuted"},
+    "all, permuted": {"offload_modules": GROUP_NAMES, "input_kept": "permuted"},
     "save_on_cpu": {"experts_mode": "save_on_cpu"},
     "checkpoint": {"experts_mode": "checkpoint"},
     "both": {"experts_mode": "both"},
-    "both, unpermuted": {"experts_mode": "both", "input_kept": "unpermuted"},
+    "both, permuted": {"experts_mode": "both", "input_kept": "permuted"},
     "both, attention": {"experts_mode": "both", "offload_modules": {"core_attn", "mlp_norm"}},
     "recompute": {"recompute": True},
 }
@@ -291,7 +291,7 @@ def test_names_that_are_no_marks_are_refused_and_attn_proj_needs_core_attn() -> 
     ("options", "said"),
     [
         ({"experts_mode": "cpu"}, "experts_mode is 'cpu', must be one of save_on_cpu, checkpoint, both"),
-        ({"input_kept": "both"}, "input_kept is 'both', must be 'permuted' or 'unpermuted'"),
+        ({"input_kept": "both"}, "input_kept is 'both', must be 'permuted', 'unpermuted' or None"),
         (
             {"experts_mode": "both", "offload_modules": {"moe_act"}},
             "experts_mode='both' decides about all that the experts save, and moe_act about a part",

@@ -38,7 +38,7 @@ def test_each_row_trains_the_same_model_and_its_gradients_are_compared(
     layers, rows_of_tokens, dim, hidden, item = 2, 32 * 4, 64, 64, 4
     saved = {name: row["saved_bytes"] for name, row in rows.items()}
     # each token once for each of its experts; and the first product, which is twice as wide as an expert
-    assert saved["nothing"] - saved["nothing_unpermuted"] == layers * rows_of_tokens * dim * item
+    assert saved["nothing_permuted"] - saved["nothing"] == layers * rows_of_tokens * dim * item
     first_products = layers * rows_of_tokens * 2 * hidden * item
     assert saved["nothing"] - saved["experts_checkpoint"] == first_products
     said = capsys.readouterr().out
@@ -120,7 +120,8 @@ def test_a_file_of_switches_that_cannot_be_meant_is_refused(
 
 
 def row_of(step_ms: float, **more: Any) -> dict[str, Any]:
-    usual = {"step_ms": step_ms, "active_bytes": 100, "resident_bytes": 20, "forward_active_bytes": 100}
+    usual = {"step_ms": step_ms, "active_bytes": 100, "saved_bytes": 80}
+    usual |= {"resident_bytes": 20, "forward_active_bytes": 100}
     return {**usual, **more}
 
 

@@ -66,7 +66,7 @@ TWO = Ranks(0, 2, 0, 2)
         (["--preset", "moe", "--top-k", "9"], "top_k is 9, and there are 8 experts"),
         (
             ["--preset", "moe", "--expert-parallel", "2", "--input-kept", "unpermuted"],
-            "--input-kept unpermuted with --expert-parallel 2: rows arrive once for each expert",
+            "input_kept='unpermuted' with 2 ranks: rows arrive once for each expert",
         ),
         (["--data", "no/such/file"], "--data no/such/file: there is no such file"),
         (["--telemetry", "no/such/folder/steps.jsonl"], "there is no folder .*no/such/folder"),
