@@ -138,7 +138,14 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         if keeps_all and max_grad_norm is None and type(self) is HybridDeviceOptimizer:
             checked = checked_overlap(overlap, model, has_workers=True, clips=False)
             cls = checked_class("cpu_optimizer_cls", cpu_cls, kwargs)
-            build_in_place(self, cls, params, kwargs, overlap=checked, engine=engine)
+            names = {
+                "overlap": checked,
+                "pin_cpu_grads": pin_cpu_grads,
+                "pin_cpu_params": pin_cpu_params,
+                "overlap_cpu_optimizer_d2h_h2d": overlap_cpu_optimizer_d2h_h2d,
+                "_given_engine": engine,
+            }
+            build_in_place(self, cls, params, kwargs, names)
             HybridDeviceOptimizer.register(type(self))
             return
         defaults: dict[str, Any] = {}

@@ -35,6 +35,7 @@ class InPlace:
     host_bytes = 0
     ring_bytes = 0
     overlap: Overlap = "step"
+    pin_cpu_grads = pin_cpu_params = overlap_cpu_optimizer_d2h_h2d = True
     max_grad_norm = None
     last_grad_norm: Tensor | None = None
     last_microbatch: bool | None = None
@@ -110,15 +111,10 @@ def _unbuilt(cls: type[Optimizer]) -> Any:
 
 
 def build_in_place(
-    optimizer: Any,
-    cls: type[Optimizer],
-    params: Any,
-    kwargs: Mapping[str, Any],
-    *,
-    overlap: Overlap,
-    engine: OffloadEngine | None,
+    optimizer: Any, cls: type[Optimizer], params: Any, kwargs: Mapping[str, Any], names: Mapping[str, Any]
 ) -> None:
-    """Make `optimizer`, which has no attributes yet, an object of `cls`, and run that constructor."""
+    """Make `optimizer`, which has no attributes yet, an object of `cls`, and run that constructor. names:
+    attributes of ours."""
     optimizer.__class__ = _in_place(cls)
     optimizer.__init__(params, **kwargs)
-    optimizer.overlap, optimizer._given_engine = overlap, engine
+    vars(optimizer).update(names)

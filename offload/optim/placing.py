@@ -217,8 +217,8 @@ class Placement:
 
     @property
     def resident(self) -> list[ResidentPart]:
-        """The parts that step something where it is."""
-        return [part for part in dict.fromkeys((self.on_gpu, self.on_host)) if part.optimizer is not None]
+        """The parts that step whole tensors; first the one whose step may be undone."""
+        return [part for part in dict.fromkeys((self.on_host, self.on_gpu)) if part.optimizer is not None]
 
     def _let_go(self) -> None:
         """Forget parameters that have left their group: the last of a section frees memory."""

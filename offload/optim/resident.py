@@ -40,6 +40,8 @@ class ResidentPart(Part):
         self._on_host = on_host
         self._may_write_all = not steps_each_alone(cls)
         self.optimizer: Optimizer | None = None
+        self.undone = False
+        """Whether an exception in the last step left weights and state as they were."""
         self._inner: dict[int, Tensor] = {}  # by index: what is stepped
         self._fetched: dict[int, tuple[Tensor | None, Tensor | None]] = {}  # gradients before and in a call
 
@@ -117,12 +119,20 @@ class ResidentPart(Part):
             fetch()
             return loss
 
+        self.undone = False
         fetch()
         try:
             with undone_on_error(self.optimizer, errors) if atomic else nullcontext():
-                return step_alone(self.optimizer, *([evaluate] if closure else []))
-        finally:
+                found = step_alone(self.optimizer, *([evaluate] if closure else []))
+        except BaseException:
             self.give_back()
+            with torch.no_grad():  # of all: a closure's weights may be in the model
+                for index, inner in self._inner.items() if atomic and self._may_write_all else ():
+                    local_of(self.members[index].parameter).data.copy_(local_of(inner))
+            self.undone = atomic
+            raise
+        self.give_back()
+        return found
 
     @torch.no_grad()
     def refresh_master(self, member: ParamView) -> None:

@@ -223,14 +223,13 @@ class StepRunner(Client):
         self, whole: ResidentPart, max_grad_norm: float | None, *closure: Callable[[], Any]
     ) -> Any:
         """The class's own step, as it is alone, closure and all."""
-        is_torn = not self._atomic
 
         @torch.no_grad()
         def fetch() -> None:
             if max_grad_norm is not None:
                 self.clip(max_grad_norm, 2.0, None)
             whole.fetch(self._gradients())
-            self.steps.torn = is_torn
+            self.steps.torn = True
 
         def evaluate() -> Any:
             self.steps.torn = False  # whoever looks finds all in its place
@@ -246,9 +245,10 @@ class StepRunner(Client):
         self.state.note_step()
         try:
             found = whole.step(fetch, *([evaluate] if closure else []), atomic=self._atomic)
-        except Exception:
-            self.steps.torn = False
+        except BaseException as error:
+            self.steps.torn &= not (whole.undone or isinstance(error, Exception))
             raise
+        self.steps.torn = False
         gradients = self._gradients()
         with torch.no_grad():
             self._end_step(gradients, [member for member in self.placed.members if member.index in gradients])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
 from offload.optim.placing import Place
 
@@ -247,6 +248,26 @@ def test_an_error_of_the_closure_is_raised_as_it_is(fraction: float) -> None:
         optimizer.step(closure)
     assert all(map(torch.equal, before, model.parameters()))
     optimizer.step(lambda: loss_of(model, 0).backward())
+    optimizer.close()
+
+
+class BreaksOff(SGD):
+    """Fails after it has stepped; a class of its own on the host."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        raise MemoryError("no more")
+
+
+def test_what_stays_on_the_device_is_not_stepped_before_a_step_that_may_be_undone() -> None:
+    model = net()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = HybridDeviceOptimizer(model.parameters(), 0.5, BreaksOff, SGD, lr=0.1)
+    loss_of(model, 0).backward()
+    with pytest.raises(OffloadError, match="weights and state are those of the last whole step"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
     optimizer.close()
 
 

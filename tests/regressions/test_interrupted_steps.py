@@ -143,6 +143,57 @@ def how_it_ended(
     raise AssertionError(f"weights of two steps, and nobody says so: interrupted at line {at}")
 
 
+class Closes(torch.optim.Optimizer):
+    """Counts in its group; its closure finds the weights moved."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(1.0)
+        closure()
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+def test_an_interrupted_step_of_a_class_with_its_closure_is_whole_or_says_that_it_is_torn() -> None:
+    def run(at: int) -> tuple[nn.Module, HybridDeviceOptimizer, Interrupt, bool]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, Closes, lr=0.1)
+        interrupt = Interrupt(at)
+
+        def closure() -> None:
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                model(torch.ones(2, 8)).square().sum().backward()
+
+        return model, optimizer, interrupt, interrupt.run(lambda: optimizer.step(closure))
+
+    model, _, counter, _ = run(-1)
+    new = copies(model)
+    torch.manual_seed(0)
+    old = copies(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    ended = {"old": 0, "new": 0, "torn": 0}
+    for at in range(1, counter.lines + 1, STRIDE - 2):
+        model, optimizer, _, interrupted = run(at)
+        assert interrupted
+        if optimizer._steps.torn:
+            ended["torn"] += 1
+            continue
+        count = optimizer.state_dict()["param_groups"][0]["count"]
+        assert all(map(torch.equal, copies(model), new if count else old)), f"interrupted at line {at}"
+        ended["new" if count else "old"] += 1
+        optimizer.close()
+    assert ended["old"]
+    assert ended["torn"]
+
+
 def test_training_goes_on_after_an_interrupt_and_after_a_load() -> None:
     options = {"offload_fraction": 1.0, "cpu_share": 1.0}
     model, optimizer = made(options)
