@@ -79,7 +79,7 @@ def test_bits_that_change_places_or_signs_are_another_sum(count: int) -> None:
     assert not same(mask, ~mask)
 
 
-@pytest.mark.parametrize("lead", [1, 2, 3, 7])
+@pytest.mark.parametrize("lead", [1, 2, 3, 4, 7, 8])
 def test_where_a_tensor_lies_in_its_storage_is_no_difference(lead: int) -> None:
     values = torch.arange(24, dtype=torch.int16)
     moved = torch.cat([torch.zeros(lead, dtype=torch.int16), values])[lead:]
