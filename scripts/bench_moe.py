@@ -40,8 +40,8 @@ import bench_model  # noqa: E402
 from bench import report  # noqa: E402
 from bench.run import NEEDS_GPU, Run, add_run_options, answer_child, hardware  # noqa: E402
 from mixtures import child, configs  # noqa: E402
-from mixtures.child import MixtureRequest  # noqa: E402
 from mixtures.configs import ConfigRequest  # noqa: E402
+from mixtures.job import MixtureRequest  # noqa: E402
 from mixtures.report import asked_lines, facts_line, note_line  # noqa: E402
 from mixtures.rows import ROWS, ROWS_OF  # noqa: E402
 from mixtures.work import TRANSFORMERS, WORKS, Work, tiny  # noqa: E402
