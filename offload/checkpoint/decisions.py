@@ -66,7 +66,7 @@ def is_decision(part: torch.Tensor, reader: Any) -> bool:
 
 
 class Decisions:
-    """Of one block, learned in its first forward under a checkpoint.
+    """Decisions of one block, learned in its first forward under a checkpoint.
 
     keep: what to keep in each run, None until it is known. written: calls whose outputs the block changes in
     place, so they are recomputed whatever was to be kept. most_elements: scores with more are recomputed.
@@ -124,8 +124,8 @@ class _Candidate(NamedTuple):
 
 
 class Finder:
-    """Of one forward. operators: whose calls decide. scores: calls that made what these decide from; one with
-    more than `most_elements` is not among them."""
+    """Decisions that one forward makes. operators: whose calls decide. scores: calls that made what these
+    decide from; one with more than `most_elements` is not among them."""
 
     def __init__(self, most_elements: int) -> None:
         self.operators: set[Operator] = set()

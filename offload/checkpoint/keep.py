@@ -72,7 +72,7 @@ class Keep:
         self._numbered = self._whole | {operator for operator, _ in self.calls}
 
     def counting_all(self) -> Keep:
-        """The same, which counts calls of every operator."""
+        """A copy that counts calls of every operator."""
         keep = copy.copy(self)
         keep.numbers_all = True
         return keep
@@ -80,7 +80,7 @@ class Keep:
     def learned(
         self, copied: frozenset[Operator], calls: frozenset[Place], without: frozenset[Place]
     ) -> Keep:
-        """The same, and every call of the operators `copied`, and `calls`; but none of `without`."""
+        """A copy with every call of the operators `copied`, and `calls`; but none of `without`."""
         keep = copy.copy(self)
         keep._without = without
         keep.copied, keep.calls = copied - self._whole, self.calls | calls
@@ -94,7 +94,7 @@ class Keep:
         return operator not in SAC_IGNORED_OPS if self.numbers_all else operator in self._numbered
 
     def may_want(self, operator: Operator, number: int) -> bool:
-        """Asked before the call of an operator that is counted."""
+        """Whether a call may be kept: asked before it, of an operator that is counted."""
         place = (operator, number)
         named = operator in self._whole and place not in self._without
         return self.policy is not None or named or place in self.calls

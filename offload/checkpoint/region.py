@@ -60,7 +60,7 @@ _Looks = tuple[torch.Size, torch.dtype, torch.device]
 
 @lru_cache(4096)
 def _noted(looks: _Looks) -> _Looks:
-    """The same looks as one object, however many saves have them: Python's collector walks what lives
+    """Looks as one object, however many saves have them: Python's collector walks what lives
     long."""
     return looks
 
