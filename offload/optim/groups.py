@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from offload.optim.classes import IMPLEMENTATION_KEYS
 
-__all__ = ["Live", "UserGroup", "follow_groups", "index_of"]
+__all__ = ["UserGroup", "follow_groups", "index_of"]
 
 _OWN = IMPLEMENTATION_KEYS | {"params", "param_names"}
 
@@ -33,21 +33,8 @@ else:
         """All methods of a mapping go through the five that its class defines."""
 
 
-class Live(_Base):
-    """A dictionary whose items lie elsewhere. It is a `dict` to those who ask; a copy is a plain one."""
-
-    def copy(self) -> dict[Any, Any]:
-        return dict(self)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-
-class _View(Live):
-    """Param group of an optimizer inside. of: the user's group, or its snapshot."""
+class _View(_Base):
+    """Param group of an optimizer inside, a `dict` to all. of: the user's group, or its snapshot."""
 
     def __init__(self, of: dict[str, Any]) -> None:
         self.of = of
@@ -70,6 +57,15 @@ class _View(Live):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def copy(self) -> dict[Any, Any]:
+        return dict(self)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
 
 @dataclass(eq=False)

@@ -371,7 +371,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
     def update_fp32_param_by_new_param(self) -> None:
         """New weights were written into the parameters: masters of parameters that differ are those, whole.
         Each step by itself takes over the elements that differ."""
-        self._runner.rest()
+        self._runner.take_changes()
         with torch.no_grad():
             for member in self.members:
                 self.placed.reload_master(member)
