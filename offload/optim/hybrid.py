@@ -56,6 +56,9 @@ __all__ = ["HybridDeviceOptimizer"]
 
 logger = speaker(__name__)
 
+_OWN = ("zero_grad", "state_dict", "load_state_dict")
+"""Methods of a class that only an optimizer of all parameters can be asked for."""
+
 
 class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
     """See the module. The positional arguments, and what they mean, are those of Megatron-core's class of
@@ -151,6 +154,13 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         defaults: dict[str, Any] = {}
         for argument, cls in (("cpu_optimizer_cls", cpu_cls), ("gpu_optimizer_cls", gpu_cls)):
             defaults |= defaults_of(checked_class(argument, cls, kwargs), kwargs)
+            own = [name for name in _OWN if getattr(cls, name) is not getattr(Optimizer, name)]
+            if own and cpu_cls is not gpu_cls:
+                logger.warning(
+                    "%s steps a share of the parameters, and %s of its own is not called",
+                    cls.__name__,
+                    " and ".join(f"{name}()" for name in own),
+                )
         atomic = may_fail_half_way(cpu_cls, kwargs) if atomic_step is None else atomic_step
         alone = steps_each_alone(cpu_cls)
         in_buckets = not atomic and alone

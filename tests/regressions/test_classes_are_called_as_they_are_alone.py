@@ -9,6 +9,7 @@ torch's finds, on the host, what it finds alone.
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -249,6 +250,14 @@ def test_an_error_of_the_closure_is_raised_as_it_is(fraction: float) -> None:
     assert all(map(torch.equal, before, model.parameters()))
     optimizer.step(lambda: loss_of(model, 0).backward())
     optimizer.close()
+
+
+def test_methods_of_a_class_that_steps_a_share_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        HybridDeviceOptimizer(net().parameters(), 0.5, SGD, Sam, lr=0.1).close()
+        HybridDeviceOptimizer(net().parameters(), 1.0, Sam, lr=0.1).close()
+    said = "Sam steps a share of the parameters, and zero_grad() and state_dict() and load_state_dict()"
+    assert caplog.text.count(said) == 1
 
 
 class BreaksOff(SGD):
