@@ -31,7 +31,7 @@ from offload.checkpoint.net import Watch
 from offload.config import Mode, OffloadConfig, check_min_elements, check_mode
 from offload.groups.manager import GroupsManager
 from offload.modules.auto import Auto
-from offload.modules.blocks import Blocks, find_blocks, match_modules, without_nested
+from offload.modules.blocks import Blocks, Modules, find_blocks, match_groups, match_modules, without_nested
 from offload.modules.hooks import HookPair
 from offload.modules.mixed import MixedCalls
 from offload.modules.recomputed import RecomputedCalls
@@ -182,7 +182,7 @@ def apply(
     model: nn.Module,
     mode: Mode | None = None,
     blocks: str | Sequence[str] | None = None,
-    modules: str | Sequence[str] | None = None,
+    modules: Modules | None = None,
     device_limit: int | str | None = None,
     host_limit: int | str | None = None,
     min_numel: int | None = None,
@@ -197,13 +197,14 @@ def apply(
 
     mode: None takes the config's `activation_offloading`, "groups" by default.
         "groups": what blocks save, as far as the plan and the limit want it.
+        "checkpoint": blocks are recomputed in the backward, and nothing is offloaded.
         "hidden_states": blocks are recomputed in the backward; their input waits on the host.
         "selective": outputs of matrix products and attention wait there as well, and are not recomputed;
             as in "groups", a plan may keep some.
         "auto": each block of each forward is kept, moved or recomputed, in whole or in part, whichever makes
             the step shortest within `device_total`. The first steps measure; `handle.explain()` says what was
             chosen.
-            These three set `use_cache` of a transformers config to False, as its own checkpoints do.
+            These four set `use_cache` of a transformers config to False, as its own checkpoints do.
         True: every saved tensor, but for the output head's. "legacy": the same, each copy waited for.
         "disk": as True, and on from host memory to a file in the config's `disk_directory`; without one, in
         the directory for temporary files.
@@ -213,7 +214,8 @@ def apply(
     blocks: patterns of module names (fnmatch), such as "model.layers.*". None finds them: neighbours of one
         class in a ModuleList or Sequential.
     modules: patterns of modules inside blocks, such as ["*.self_attn", "*.mlp.act_fn"]: each is a group of
-        its own, and the rest of its block stays. For mode "groups". With `blocks`, only those inside these.
+        its own, and the rest of its block stays; or by the group's name, as {"experts": "*.mlp.experts"}. For
+        mode "groups". With `blocks`, only those inside these.
     device_limit, host_limit: bytes, or text such as "8GB" or "500 MiB"; device_limit also "60%" of the GPU.
         As device_limit_bytes and host_limit_bytes of OffloadConfig: they hold for the process. Only "groups"
         and "selective" keep tensors on the device because a limit leaves room for them.
@@ -226,8 +228,8 @@ def apply(
     high, low: marks of mode "watermark": allocated device memory, of whatever it is, as bytes, text or a
         share of the GPU. None for high: "90%"; for low, below which spilling that has started stops: 15/16 of
         high. They hold for the process.
-    no_recompute: patterns of names of blocks that the three modes which recompute keep or move instead, such
-        as ["*.router"].
+    no_recompute: patterns of names of blocks that the modes which recompute keep or move instead, such as
+        ["*.router"].
     recompute_differs: what becomes of a recompute that gave other bits than its forward: "raise" is a
         RecomputeDiffersError before the optimizer's step or by the next step's end, "warn" a warning once a
         block. Compared are the first three calls of each block, then one in 61 of its class.
@@ -319,7 +321,7 @@ def apply(
             if auto is not None:
                 handle._hook(module, MixedCalls(root, name, auto))
             elif mode in RECOMPUTING:
-                handle._hook(module, RecomputedCalls(root, name, keeps=mode == "selective"))
+                handle._hook(module, RecomputedCalls(root, name, mode))
             else:
                 handle._hook(module, GroupCalls(root, name, group, block=not whole))
     if mode in RECOMPUTING:
@@ -370,14 +372,14 @@ def _groups_of(
     model: nn.Module,
     mode: Mode,
     blocks: str | Sequence[str] | None,
-    modules: str | Sequence[str] | None,
+    modules: Modules | None,
 ) -> Blocks:
     """What gets groups of its own."""
     if mode in WITHOUT_BLOCKS:
         return {}
     if modules is None:
         return _blocks_of(model, blocks)
-    found = match_modules(model, modules, "modules")
+    found = match_groups(model, modules)
     if blocks is None:
         return found
     inside = tuple(f"{name}." for named in _blocks_of(model, blocks).values() for name in named)

@@ -29,13 +29,17 @@ MIB = 1 << 20
 LEAST_DISK_BYTES = 16 * MIB
 """What the disk's file has from the start: a directory that has no room for so much is refused."""
 
-Mode = bool | Literal["groups", "legacy", "disk", "hidden_states", "selective", "auto", "watermark"]
+Mode = (
+    bool
+    | Literal["groups", "legacy", "disk", "checkpoint", "hidden_states", "selective", "auto", "watermark"]
+)
 MODES: tuple[Mode, ...] = (
     False,
     "groups",
     True,
     "legacy",
     "disk",
+    "checkpoint",
     "hidden_states",
     "selective",
     "auto",
@@ -94,8 +98,8 @@ class OffloadConfig:
 
     activation_offloading: Mode = "groups"
     """What `offload.apply` does to a model where no `mode` is given: False, "groups", True (all saved
-    tensors), "legacy", "disk", "hidden_states", "selective", "auto" or "watermark". Marks do what they say
-    whatever stands here."""
+    tensors), "legacy", "disk", "checkpoint", "hidden_states", "selective", "auto" or "watermark". Marks do
+    what they say whatever stands here."""
 
     activation_offload_fraction: float = 1.0
     """Share of the eligible groups of a chunk, in forward order, that leave after warm-up; the rest stay."""

@@ -62,7 +62,9 @@ class Manager(Protocol):
 
     engine: OffloadEngine
 
-    def input_group(self, name: str, *, alone: bool = True, cost: Any = None) -> InputGroup: ...
+    def input_group(
+        self, name: str, *, alone: bool = True, leaves: bool = True, cost: Any = None
+    ) -> InputGroup: ...
 
 
 class _Due(threading.local):
@@ -91,7 +93,8 @@ class RecomputedCall:
         other objects they stay with the graph. context_fn: as of torch's checkpoint; `contexts_for` makes one
         that keeps some outputs.
     watch, name: of the model, and of the block in it; without, the call is a first one by itself.
-    may_stay: a plan may keep the input on the device; None where outputs are kept. before_again: called at
+    may_stay: a plan may keep the input on the device; None where outputs are kept. moves: False for an input
+        that always stays. before_again: called at
         the begin of each recompute; returns what is called at its end, if anything is, with the host
         seconds that comparing its saves took. cost: of the block, for the plan.
     compared_s: host seconds that comparing took so far. 0 for most calls.
@@ -114,11 +117,13 @@ class RecomputedCall:
         watch: Watch | None = None,
         name: str = "",
         may_stay: bool | None = None,
+        moves: bool = True,
         before_again: BeforeAgain | None = None,
         cost: Any = None,
     ) -> None:
         self._manager = manager
         self._alone = context_fn is None if may_stay is None else not may_stay
+        self._moves = moves
         self._before_again = before_again
         self._cost = cost
         self._module = module
@@ -157,7 +162,9 @@ class RecomputedCall:
             return
         if any(leaf is not None for leaf in self._leaves):
             refuse_cache(self._module, self._leaves)
-        group = self._manager.input_group(HIDDEN_STATES, alone=self._alone, cost=self._cost)
+        group = self._manager.input_group(
+            HIDDEN_STATES, alone=self._alone, leaves=self._moves, cost=self._cost
+        )
         self._members = MembersBefore(modules)
         self._sample = self._watch.sample(self._manager.engine, *self._whose)
         unlike = partial(self._watch.refuse, type(self._module))

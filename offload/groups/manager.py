@@ -230,14 +230,18 @@ class GroupsManager(OpenScopes, Client):
             self._leaving.input_names.add(name)
         return KeptGroup(self, self.active_handler(), name)
 
-    def input_group(self, name: str, *, alone: bool = True, cost: Cost | None = None) -> InputGroup:
+    def input_group(
+        self, name: str, *, alone: bool = True, leaves: bool = True, cost: Cost | None = None
+    ) -> InputGroup:
         """For the input of a call that is recomputed, which is called now. name: of its group.
 
         alone: nothing else of the call leaves. Then no plan keeps the input. And its block computes longer
             than its bytes are copied: so two such copies out are under way at most, and one input is fetched
             ahead, unless the config says otherwise; more would only hold memory.
-        cost: of its block, where it is known.
+        leaves: False for an input that stays as well. cost: of its block, where it is known.
         """
+        if not leaves:
+            return InputGroup(self, None, name, required=False, cost=None)
         if alone:
             self._leaving.input_names.add(name)
         if self.needs_chunk() and torch.is_grad_enabled():

@@ -7,17 +7,20 @@ itself.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
 from torch import nn
 
-__all__ = ["Blocks", "find_blocks", "match_modules"]
+__all__ = ["Blocks", "Modules", "find_blocks", "find_experts", "match_groups", "match_modules"]
 
 Blocks = dict[str, dict[str, nn.Module]]
 """By group name, the modules of the group by their qualified name, in the order in which the model has
 them."""
+
+Modules = str | Sequence[str] | Mapping[str, str | Sequence[str]]
+"""Patterns; or patterns by the name of the group that they are for."""
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 _SHOWN = 8
@@ -66,6 +69,41 @@ def _run(container: nn.Module) -> dict[str, nn.Module]:
     return run
 
 
+def find_experts(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Names of the modules that hold experts, and of the mixtures around them: what has a router, or an
+    expert for every token, beside the experts, if that is no block of the model.
+
+    Experts are a module whose own weights are stacked, two or more of three dimensions with one length of the
+    first; or the members of a list called `experts`. Raises ValueError if there are none.
+    """
+    modules = dict(model.named_modules())
+    found = {name: [name] for name, module in modules.items() if name and _is_stacked(module)}
+    for name, module in modules.items():
+        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts" and len(module) > 1:
+            found[name] = [f"{name}.{child}" for child, _ in module.named_children()]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no experts that can be found: a module with two or more weights of "
+            "its own of three dimensions, experts first, or a ModuleList called 'experts'. Name their "
+            "modules in offload.apply(model, modules=[...])"
+        )
+    try:
+        blocks = {name for named in find_blocks(model).values() for name in named}
+    except ValueError:
+        blocks = set()
+    mixtures: dict[str, None] = {}
+    for name, members in found.items():
+        around = name.rpartition(".")[0]
+        mixtures.update(dict.fromkeys(members if around in {"", *blocks} else [around]))
+    outer = [name for name in mixtures if not any(name.startswith(f"{other}.") for other in mixtures)]
+    return [member for members in found.values() for member in members], outer
+
+
+def _is_stacked(module: nn.Module) -> bool:
+    firsts = [weight.shape[0] for weight in module.parameters(recurse=False) if weight.dim() == 3]
+    return len(firsts) > 1 and len(set(firsts)) == 1
+
+
 def match_modules(model: nn.Module, patterns: str | Sequence[str], argument: str) -> Blocks:
     """The modules whose qualified name matches a pattern (fnmatch, case counts). Of a module and what lies
     inside it the same pattern takes the outer one. A group has its pattern's name, without the wildcards at
@@ -94,6 +132,23 @@ def match_modules(model: nn.Module, patterns: str | Sequence[str], argument: str
             )
         found.setdefault(pattern.strip("*.") or "blocks", {}).update(matched)
     return found
+
+
+def match_groups(model: nn.Module, modules: Modules) -> Blocks:
+    """The modules that `apply` was given as `modules`, by group: as `match_modules`, or by the names that it
+    was given for them."""
+    if not isinstance(modules, Mapping):
+        return match_modules(model, modules, "modules")
+    if not modules or not all(isinstance(group, str) and group for group in modules):
+        raise ValueError(f"modules is {modules!r}, must name each group, such as {{'experts': '*.experts'}}")
+    return {
+        group: {
+            name: module
+            for named in without_nested(match_modules(model, patterns, "modules")).values()
+            for name, module in named.items()
+        }
+        for group, patterns in modules.items()
+    }
 
 
 def without_nested(groups: Blocks) -> Blocks:

@@ -37,7 +37,7 @@ class MixedCalls(RecomputedCalls):
     """name: of the block."""
 
     def __init__(self, root: ModelRoot, name: str, auto: Auto) -> None:
-        super().__init__(root, name, keeps=False)
+        super().__init__(root, name, "auto")
         self._auto = auto
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

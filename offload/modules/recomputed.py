@@ -18,6 +18,7 @@ from offload.checkpoint.hidden_states import HIDDEN_STATES, RecomputedCall, is_r
 from offload.checkpoint.members import has_lazy, inner_modules
 from offload.checkpoint.operators import default_operators
 from offload.checkpoint.selective import Contexts, contexts_for, is_traced
+from offload.config import Mode
 from offload.errors import OffloadError
 from offload.groups.group import ROUTING
 from offload.modules.hooks import INTERRUPTED
@@ -38,13 +39,15 @@ it. To keep it, make that change out of place, as ReLU(inplace=False) does"""
 
 
 class RecomputedCalls:
-    """name: of the block. keeps: outputs of matrix products and attention, beside what the block decides."""
+    """name: of the block. mode: "selective" keeps outputs of matrix products and attention, beside what the
+    block decides, which every mode keeps. "checkpoint" moves nothing else."""
 
-    def __init__(self, root: ModelRoot, name: str, *, keeps: bool) -> None:
+    def __init__(self, root: ModelRoot, name: str, mode: Mode) -> None:
         self._root = root
         root.recomputes = True
         self._name = name
-        self._keeps = keeps
+        self._keeps = keeps = mode == "selective"
+        self._moves = mode != "checkpoint"
         self._decisions = Decisions(default_operators() if keeps else ())
         self._context_fn = contexts_for(self._decisions, "selective" if keeps else ROUTING, root.manager)
 
@@ -65,14 +68,14 @@ class RecomputedCalls:
         if module.training and is_checkpointing(module):
             return self._checkpointed(module)
         if has_lazy(inner_modules(module)):  # this forward makes what a recompute would find made
-            return self._root.open_group(self._name)
+            return self._plain()
         return self._begin(module, args, kwargs)
 
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> RecomputedCall | GroupCall | None:
         if self._root.watch.refuses(self._name, module):
-            return self._root.open_group(self._name)
+            return self._plain()
         self._refuse_compiled(module)
         root, context_fn = self._root, self._contexts(args, kwargs)
         call = RecomputedCall(
@@ -84,9 +87,14 @@ class RecomputedCalls:
             watch=root.watch,
             name=self._name,
             may_stay=self._keeps and context_fn is not None,
+            moves=self._moves,
         )
         call.begin()
         return call
+
+    def _plain(self) -> GroupCall | None:
+        """A call that is not recomputed."""
+        return self._root.open_group(self._name) if self._moves else None
 
     def _contexts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Contexts] | None:
         """What keeps some outputs of a call; None keeps none."""
@@ -123,7 +131,7 @@ class RecomputedCalls:
                 "%s checkpoints its layers itself, and recomputes all of them: mode='selective' keeps "
                 "nothing. Call gradient_checkpointing_disable() on the model",
             )
-        return self._root.open_group(HIDDEN_STATES, required=True)
+        return self._root.open_group(HIDDEN_STATES, required=True) if self._moves else None
 
     def leave(self, call: RecomputedCall | GroupCall | None, output: Any, failed: bool) -> None:
         if isinstance(call, GroupCall):

@@ -36,7 +36,7 @@ logger = speaker(__name__)
 
 ALL_TENSORS: Final = (True, "legacy", "disk")
 WITHOUT_BLOCKS: Final = (*ALL_TENSORS, "watermark")
-RECOMPUTING: Final = ("hidden_states", "selective", "auto")
+RECOMPUTING: Final = ("checkpoint", "hidden_states", "selective", "auto")
 
 
 def _all_but(*modes: Mode) -> tuple[Mode, ...]:
@@ -134,11 +134,12 @@ def mind_adapters(model: nn.Module, mode: Mode) -> list[nn.Module]:
     frozen = len(names) < len(list(model.parameters()))
     if not frozen or not any(part in name.lower() for name in names for part in _ADAPTER):
         return []
-    if mode == "hidden_states":
+    if mode in ("checkpoint", "hidden_states"):
         logger.warning(
-            "%s has an adapter and frozen weights: mode='hidden_states' computes the frozen layers twice. "
-            "mode=True offloads instead of recomputing, which is faster where the link keeps up",
+            "%s has an adapter and frozen weights: mode=%r computes the frozen layers twice. mode=True "
+            "offloads instead of recomputing, which is faster where the link keeps up",
             type(model).__name__,
+            mode,
         )
     checkpoints = [module for module in model.modules() if is_checkpointing(module)]
     if mode in ALL_TENSORS and checkpoints:

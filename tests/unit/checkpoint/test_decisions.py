@@ -140,7 +140,7 @@ def gradients(
     return found
 
 
-@pytest.mark.parametrize("mode", ["hidden_states", "selective", "auto"])
+@pytest.mark.parametrize("mode", ["checkpoint", "hidden_states", "selective", "auto"])
 @pytest.mark.parametrize("choose", CHOICES)
 def test_a_recompute_has_the_rows_and_the_bits_of_its_forward(
     choose: Callable[..., Tensor], mode: Any, manager: PipelineOffloadManager
@@ -224,6 +224,24 @@ def test_a_block_that_decides_nothing_runs_under_a_mode_in_its_first_call_only(
     offload.apply(routed := model_of(by_topk), mode="hidden_states", min_numel=1)
     gradients(routed, manager, steps=2)
     assert (modes.count("_FirstMode"), modes.count("_ForwardMode")) == (3, 3)
+
+
+def test_mode_checkpoint_recomputes_blocks_and_moves_nothing_of_a_block_that_decides_nothing(
+    manager: PipelineOffloadManager,
+) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(Pool(), Pool(), Pool())
+
+    expected = gradients(model())
+    applied = model()
+    calls: list[str] = []
+    for name, block in applied.named_children():
+        block.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+    handle = offload.apply(applied, mode="checkpoint", min_numel=1, no_recompute=["1"])
+    assert all(map(torch.equal, gradients(applied, manager), expected))
+    assert calls == ["0", "1", "2", "2", "0"] * 3
+    assert (manager.stats.spill_bytes, handle.report().total.moved_bytes) == (0, 0)
 
 
 def test_scores_larger_than_the_blocks_input_are_recomputed(manager: PipelineOffloadManager) -> None:
