@@ -46,7 +46,6 @@ from bench.run import (  # noqa: E402
     hardware,
     outcome,
 )
-from offload.checkpoint import net  # noqa: E402
 
 GB = 1e9
 LLAMA = {
@@ -77,10 +76,9 @@ _APPLIED = {
     "all": True,
     "groups": "groups",
     "hidden_states": "hidden_states",
-    "unwatched_hidden_states": "hidden_states",
     "selective": "selective",
 }
-"""Rows of `offload.apply`, by their mode. unwatched: without the net under recomputes, for its price."""
+"""Rows of `offload.apply`, by their mode."""
 ROWS = ("nothing", *_RECOMPUTING, *_APPLIED, "auto")
 _SETTLING = {"auto": 28}
 """Steps before the timed ones, of rows that measure and plan, three times, each search a few steps beside
@@ -288,8 +286,6 @@ def _applied(model: Any, request: ModelRequest) -> offload.Applied | None:
         print_summary=False,
     )
     smallest: dict[str, Any] = {"min_numel": 1} if request.tiny else {}
-    if request.row.startswith("unwatched"):
-        net._FIRST_CALLS, net._EVERY = 0, sys.maxsize  # a process has one row
     if request.row == "auto":
         return offload.apply(model, mode="auto", device_total=f"{request.total_bytes}B", **smallest)
     return offload.apply(model, mode=_APPLIED[request.row], **smallest)

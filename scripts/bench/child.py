@@ -43,7 +43,6 @@ ROWS: Mapping[str, Callable[[RowContext], Row]] = {
     "ours_kept": ours.OursKept,
     "ours_inputs": ours.OursBlockInputs,
     "ours_hidden_states": ours.OursHiddenStates,
-    "ours_unwatched_hidden_states": ours.OursUnwatchedHiddenStates,
     "ours_selective": ours.OursSelective,
     "ours_auto": ours.OursAuto,
     "transformers_inputs": rows.SaveInputsOnCpu,
@@ -135,9 +134,8 @@ def _links(request: RowRequest) -> dict[str, Any]:
     return found | {"links": asdict(links.measure_links())}
 
 
-def _measure(request: RowRequest) -> dict[str, Any]:
-    if not request.tiny and not torch.cuda.is_available():
-        raise SkippedError("no CUDA device here")
+def context_of(request: RowRequest, clock: Clock) -> RowContext:
+    """The model on the device, and the allocator as a fresh process would find it."""
     make = tiny if request.tiny else workload
     work = make(request.workload, layers=request.layers, sequence=request.sequence)
     device = torch.device("cpu" if request.tiny else "cuda")
@@ -148,7 +146,6 @@ def _measure(request: RowRequest) -> dict[str, Any]:
         torch.cuda.empty_cache()
     stack, inputs = Stack(work.shape, device, dtype), Inputs(work.shape, device, dtype)
     clear_gradients(stack, inputs, work.keep_gradients)
-    clock = Clock(device)
     layer_bytes = probe_saved_bytes(stack, inputs.of(0), request.options.min_elements)
     clock.drain()
     context = RowContext(
@@ -161,8 +158,16 @@ def _measure(request: RowRequest) -> dict[str, Any]:
         resident_bytes=int(torch.cuda.memory_stats()["active_bytes.all.current"]) if clock.cuda else 0,
     )
     if clock.cuda:
-        # the probe's blocks: the first step finds the allocator as a fresh process would
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # the probe's blocks
+    return context
+
+
+def _measure(request: RowRequest) -> dict[str, Any]:
+    if not request.tiny and not torch.cuda.is_available():
+        raise SkippedError("no CUDA device here")
+    clock = Clock(torch.device("cpu" if request.tiny else "cuda"))
+    context = context_of(request, clock)
+    work, layer_bytes = context.workload, context.layer_bytes
     with rows.opened(ROWS[request.row](context)) as row:
         result = _steps(request, row, clock)
     if work.host_samples and request.row != "nothing":

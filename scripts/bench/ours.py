@@ -7,7 +7,6 @@ defaults are what is measured.
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -235,23 +234,6 @@ class OursHiddenStates(OursBlockInputs):
 
     def close(self) -> None:
         self._handle.remove()
-        super().close()
-
-
-class OursUnwatchedHiddenStates(OursHiddenStates):
-    """The same without the net under recomputes, for its price: no call is compared."""
-
-    def __init__(self, context: RowContext) -> None:
-        from offload.checkpoint import net
-
-        self._first_calls, net._FIRST_CALLS = net._FIRST_CALLS, 0
-        self._every, net._EVERY = net._EVERY, sys.maxsize
-        super().__init__(context)
-
-    def close(self) -> None:
-        from offload.checkpoint import net
-
-        net._FIRST_CALLS, net._EVERY = self._first_calls, self._every
         super().close()
 
 
