@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-OF_RANKS = ("fsdp2", "pipeline")
+OF_RANKS = ("experts", "fsdp2", "pipeline")
 
 
 @pytest.fixture(autouse=True)
