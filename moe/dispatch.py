@@ -78,11 +78,13 @@ def arrived(rows: Tensor, layout: Layout) -> Tensor:
 
 
 def returned(rows: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tensor:
-    """The way back of `sent` and `arrived`: under way until somebody reads it."""
+    """The way back of `sent` and `arrived`: there when it returns, so that autograd may save it."""
     assert layout.order_S is not None
     assert layout.inverse_S is not None
     by_sender = gathered_rows(rows, layout.inverse_S, layout.order_S[:, None])
-    return collectives.all_to_all_single_autograd(by_sender, [*layout.sent], [*layout.received], group)
+    back = collectives.all_to_all_single_autograd(by_sender, [*layout.sent], [*layout.received], group)
+    waited: Tensor = _Waited.apply(back)  # type: ignore[no-untyped-call]
+    return waited
 
 
 def gathered_rows(x: Tensor, index_R: Tensor, rows_TK: Tensor) -> Tensor:
@@ -136,3 +138,15 @@ class _Summed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         grad = _Gathered.apply(grad, ctx.index_R, ctx.rows_TK)  # type: ignore[no-untyped-call]
         return grad, None, None
+
+
+class _Waited(torch.autograd.Function):
+    """What a collective brings, itself: until its first use it is inside a subclass, which would be saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.wait() if isinstance(x, collectives.AsyncCollectiveTensor) else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad

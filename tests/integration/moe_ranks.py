@@ -130,6 +130,21 @@ def shared_by_all(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+def saved_kinds(rank: int) -> set[str]:
+    """Classes of the tensors that a forward saves, with the probabilities applied to what comes back, which
+    is saved for that."""
+    found: set[str] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        found.add(type(tensor).__name__)
+        return tensor
+
+    config = CONFIG.with_(probabilities="output")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        MixtureGPT(config, dist.group.WORLD)(text(rank))
+    return found
+
+
 # -- layouts that are not even --
 
 TOKENS = (0, 5, 1, 30)
@@ -376,6 +391,7 @@ def recomputed_by_apply(rank: int) -> dict[str, bool]:
 
 def rank_main(rank: int, world: int) -> dict[str, Any]:
     found: dict[str, Any] = {"all": shared_by_all(rank, world)}
+    found["kinds"] = saved_kinds(rank)
     found["sent"] = sent_in_a_backward(rank, world)
     found["uneven"] = uneven(rank, world, one_expert=False)
     found["one expert"] = uneven(rank, world, one_expert=True)

@@ -66,6 +66,12 @@ def test_experts_beside_data_parallelism(ranks: list[dict[str, Any]]) -> None:
         assert all(found.values())
 
 
+@pytest.mark.req("S3-61")
+def test_nothing_that_is_under_way_is_saved(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["kinds"] == {"Tensor", "Parameter"}
+
+
 @pytest.mark.req("S3-60", "S3-61")
 def test_experts_beside_sharded_parameters(ranks: list[dict[str, Any]]) -> None:
     """Gathered weights have no storage between their uses, and rows that are under way none of their own: the
