@@ -47,8 +47,8 @@ class GroupedExperts(nn.Module):
 
     recomputes: neither h is kept, which takes the first product once more. gradient_share: what a weight's
         gradient is multiplied by: 1 / the ranks whose rows arrive here.
-    Products are in the dtype of x, or that of autocast: weights of another one are cast for each product, and
-    no copy of them is saved.
+    Products are in the dtype of x: weights of another one are cast for each product, and no copy of them is
+    saved.
     """
 
     def __init__(
@@ -70,13 +70,9 @@ class GroupedExperts(nn.Module):
             nn.init.normal_(weight, std=0.02)
 
     def forward(self, x: Tensor, rows: Rows, weights_R: Tensor | None = None) -> Tensor:
-        """x: (R, D), or (T, D) where `rows` has an index. weights_R: the probability of each row, applied to
-        its activation; None: they are applied elsewhere."""
+        """x: (R, D), or (T, D) where `rows` has an index. weights_R: the probability of each row, in the
+        dtype of x, applied to its activation; None: they are applied elsewhere."""
         marks, w1_EGD, w2_EDF = self.marks, self.w1_EGD, self.w2_EDF
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        if weights_R is not None:
-            weights_R = weights_R.to(x.dtype)
         share = self.gradient_share
         if self.recomputes:
             y = _Recomputed.apply(x, weights_R, w1_EGD, w2_EDF, rows, share)  # type: ignore[no-untyped-call]

@@ -50,7 +50,7 @@ def replaying_contexts(group: str = "moe_dispatch") -> Callable[[], Any]:
 
 
 class Mixture(nn.Module):
-    """Router, dispatch, experts, combine: (..., D) -> (..., D), in the dtype of the input.
+    """Router, dispatch, experts, combine: (..., D) -> (..., D), in the dtype of the input or of autocast.
 
     group: ranks that share the experts, each with experts / ranks of them and with tokens of its own; None
         is one rank with all. An expert's gradient is of the mean of the ranks' losses (experts.py).
@@ -90,12 +90,14 @@ class Mixture(nn.Module):
         self._refuse_capture(x)
         group = self.group
         x_TD = x.reshape(-1, self.config.dim)
+        if torch.is_autocast_enabled(x.device.type):  # before rows are copied, sent and saved
+            x_TD = x_TD.to(torch.get_autocast_dtype(x.device.type))
         # the router saves x_TD as well: it leaves only if it leaves here
         routing = self._grouped("expert_fc1", x_TD, self.router, output=lambda routing: routing.weights_TK)
         layout = layout_of(routing, group)
         weights_R = gathered_rows(
             routing.weights_TK.reshape(-1), routing.order_R, layout.rows_TK.reshape(-1, 1)
-        ).to(x.dtype)
+        ).to(x_TD.dtype)
         inside = self.config.probabilities == "activation"
         rows = Rows(layout.ends_E)
         if self.input_kept == "unpermuted":

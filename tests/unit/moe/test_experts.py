@@ -131,15 +131,18 @@ def test_no_rows_at_all(recomputes: bool) -> None:
         assert not parameter.grad.any()
 
 
-def test_autocast_multiplies_in_its_dtype() -> None:
-    x, rows, weights = given()
+def test_weights_of_another_dtype_are_cast_and_get_gradients_of_their_own() -> None:
+    x, rows, weights = given(torch.bfloat16)
     experts = layer()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = experts(x, rows, weights)
+    y = experts(x, rows, weights)
     assert y.dtype is torch.bfloat16
-    y.sum().backward()
-    assert all(parameter.grad.dtype is torch.float32 for parameter in experts.parameters())
-    torch.testing.assert_close(y.float(), experts(x, rows, weights), rtol=0.05, atol=0.3)
+    found = gradients(y, *experts.parameters())
+    same = layer().to(torch.bfloat16)
+    expected = gradients(same(x, rows, weights), *same.parameters())
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype is torch.float32
+        assert torch.equal(one, other.float())
+    assert saved_bytes(experts, "permuted", torch.bfloat16) == saved_bytes(same, "permuted", torch.bfloat16)
 
 
 def saved_bytes(experts: GroupedExperts, kept: str, dtype: torch.dtype) -> int:
