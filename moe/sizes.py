@@ -19,13 +19,15 @@ def saved_bytes_of_layer(
     *,
     tokens: int,
     dtype: torch.dtype,
+    ranks: int = 1,
     rows: int | None = None,
 ) -> dict[str, int]:
     """Bytes by group that a layer saves in one forward: of each mark, set or not; with a mode of the experts,
     of "experts" in place of their marks.
 
-    tokens: of the microbatch, sequences times their length. rows: those that reach this rank's experts; None:
-    top_k for each token, as without a group of ranks. A tensor that two groups save is counted in the first.
+    tokens: of the microbatch, sequences times their length. ranks: that share the experts. rows: those that
+    reach this rank's; None: top_k for each token, on several ranks their mean. A tensor that two groups save
+    is counted in the first.
 
         router       x (tokens * dim); probabilities (float32, tokens * experts); choice (int64) and its
                      probabilities before they are divided by their sum (float32), tokens * top_k each
@@ -39,7 +41,7 @@ def saved_bytes_of_layer(
     router = size * tokens * width + 4 * tokens * config.experts + 8 * chosen
     router += 4 * (chosen + tokens) if config.normalize else 0
     router += 4 * config.experts if config.balance == "loss" else 0
-    inputs = router + (size * rows * width if placement.input_kept == "permuted" else 0)
+    inputs = router + (size * rows * width if placement.input_on(ranks) == "permuted" else 0)
     act = (
         0
         if placement.recomputes

@@ -199,18 +199,6 @@ class Mixture:
         )
 
     def saved_bytes_of_layer(self, *, batch: int, dtype: torch.dtype) -> int:
-        config, k = self.config, self.config.top_k
-        width, key_width = config.heads * config.channels, config.key_heads * config.channels
-        rows = k * config.dim if self.placement.input_kept == "permuted" else config.dim
-        first = 2 * k * config.expert_hidden
-        channels = {
-            "attn_norm": 2 * config.dim,
-            "qkv_linear": config.dim,
-            "core_attn": 2 * width + 2 * key_width + config.heads,
-            "attn_proj": width,
-            "mlp_norm": 2 * config.dim,
-            "expert_fc1": rows,
-            "moe_act": first,
-            "experts": rows + (0 if self.placement.recomputes else first),
-        }
-        return batch * self.sequence * dtype.itemsize * sum(channels[name] for name in self.offload_modules)
+        tokens = batch * self.sequence
+        by_group = moe.saved_bytes_of_layer(self.config, self.placement, tokens=tokens, dtype=dtype)
+        return sum(by_group[name] for name in self.offload_modules)

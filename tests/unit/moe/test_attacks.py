@@ -22,7 +22,7 @@ from tests.unit.moe.mixtures import SMALL, assert_same, grads_of, loss_of, offlo
 CONFIG = SMALL.with_(layers=2, balance="loss")
 SETTINGS: dict[str, dict[str, Any]] = {
     "marks": {"offload_modules": GROUP_NAMES},
-    "marks, unpermuted": {"offload_modules": GROUP_NAMES, "input_kept": "unpermuted"},
+    "marks, permuted": {"offload_modules": GROUP_NAMES, "input_kept": "permuted"},
     "save_on_cpu": {"experts_mode": "save_on_cpu"},
     "both": {"experts_mode": "both"},
     "recompute": {"recompute": True},
@@ -216,7 +216,7 @@ def test_a_model_that_is_copied_pickled_or_loaded_into() -> None:
         assert_same(once(model), expected)
 
 
-@pytest.mark.parametrize("name", ["marks, unpermuted", "both"])
+@pytest.mark.parametrize("name", ["marks, permuted", "both"])
 def test_experts_that_are_compiled(name: str) -> None:
     config = CONFIG.with_(layers=1)
     expected = once(MixtureGPT(config))

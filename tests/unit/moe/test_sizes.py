@@ -22,11 +22,11 @@ CHANGES: list[dict[str, Any]] = [
 ]
 EXPERTS_ALONE: list[dict[str, Any]] = [
     {"offload_modules": ("expert_fc1", "moe_act")},
-    {"offload_modules": ("expert_fc1", "moe_act"), "input_kept": "unpermuted"},
+    {"offload_modules": ("expert_fc1", "moe_act"), "input_kept": "permuted"},
     {"experts_mode": "save_on_cpu"},
-    {"experts_mode": "save_on_cpu", "input_kept": "unpermuted"},
+    {"experts_mode": "save_on_cpu", "input_kept": "permuted"},
     {"experts_mode": "both"},
-    {"experts_mode": "both", "input_kept": "unpermuted"},
+    {"experts_mode": "both", "input_kept": "permuted"},
 ]
 
 
@@ -78,13 +78,12 @@ def test_the_largest_model_of_the_benchmarks() -> None:
 
 
 def summary_of(layers: int, microbatches: int) -> tuple[dict[str, int], StepStats, StepStats]:
-    """With both marks of the experts: bytes that leave by name, as planned after warm-up, and the figures of
-    a step with offload and of one in which nothing may leave."""
+    """With both marks of the experts: bytes that leave by name, as the first step plans them, and the figures
+    of that step and of one in which nothing may leave. Later plans are timed."""
     config = SMALL.with_(layers=layers, shared_hidden=0)
-    with offloading(min_offloaded_tensor_size=1, max_spilling_bytes=None) as manager:
-        model = build_stage_module(config, offload_modules=("expert_fc1", "moe_act"))
-        for _ in range(3):
-            step(model, tuple(range(microbatches)))
+    with offloading(min_offloaded_tensor_size=1) as manager:
+        model = build_stage_module(config, offload_modules=("expert_fc1", "moe_act"), input_kept="permuted")
+        step(model, tuple(range(microbatches)))
         summary, stats = dict(manager.offload_summary_bytes), manager.stats
         impose(manager.engine, max_spilling_bytes=0)
         step(model, tuple(range(microbatches)))
@@ -97,18 +96,19 @@ def test_the_peak_of_saved_bytes_falls_by_what_the_step_no_longer_holds() -> Non
     assert stayed.spill_bytes == 0
     assert stayed.device_bytes_peak == stayed.saved_bytes == stats.saved_bytes
     assert stats.device_bytes_peak < stayed.device_bytes_peak / 2
-    assert stats.spill_bytes > stayed.device_bytes_peak / 2
+    assert stats.spill_bytes == stats.saved_bytes
 
 
 @pytest.mark.req("S3-95")
 def test_several_groups_of_one_name_leave_and_of_one_chunk_the_last_stays() -> None:
-    by_group = saved_bytes_of_layer(SMALL.with_(shared_hidden=0), tokens=TOKENS, dtype=torch.float32)
+    by_group = saved_bytes_of_layer(
+        SMALL.with_(shared_hidden=0), Placement(input_kept="permuted"), tokens=TOKENS, dtype=torch.float32
+    )
     rows = 4 * TOKENS * SMALL.top_k * SMALL.dim  # the last of its name, which the backward reads first
     several, _, _ = summary_of(layers=3, microbatches=1)
     assert several == {
         "expert_fc1": 3 * by_group["expert_fc1"] - rows,
         "moe_act": 2 * by_group["moe_act"],
     }
-    alone, stats, _ = summary_of(layers=1, microbatches=1)
-    assert alone["moe_act"] == 0
-    assert stats.kept_bytes == rows + by_group["moe_act"]
+    alone, _, _ = summary_of(layers=1, microbatches=1)
+    assert alone == {"expert_fc1": by_group["expert_fc1"] - rows, "moe_act": 0}
