@@ -81,7 +81,7 @@ def summary_of(layers: int, microbatches: int) -> tuple[dict[str, int], StepStat
     """With both marks of the experts: bytes that leave by name, as the first step plans them, and the figures
     of that step and of one in which nothing may leave. Later plans are timed."""
     config = SMALL.with_(layers=layers, shared_hidden=0)
-    with offloading(min_offloaded_tensor_size=1) as manager:
+    with offloading(min_offloaded_tensor_size=1, max_restoring_bytes=8192) as manager:
         model = build_stage_module(config, offload_modules=("expert_fc1", "moe_act"), input_kept="permuted")
         step(model, tuple(range(microbatches)))
         summary, stats = dict(manager.offload_summary_bytes), manager.stats
