@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from moe import Placement, build_stage_module, saved_bytes_of_layer
-from offload import StepStats, init_chunk_handler, step_end
-from tests.inside import impose
-from tests.unit.moe.mixtures import BATCH, SMALL, loss_of, offloading, step, text
+from offload import init_chunk_handler, step_end
+from tests.unit.moe.mixtures import BATCH, SMALL, loss_of, offloading, text
 
 TOKENS = BATCH * SMALL.sequence
 CHANGES: list[dict[str, Any]] = [
@@ -72,43 +71,3 @@ def test_the_largest_model_of_the_benchmarks() -> None:
     assert kept["permuted"]["moe_act"] == 402_653_184 + 262_144
     assert kept["permuted"]["expert_fc1"] - kept["unpermuted"]["expert_fc1"] == 536_870_912
     assert kept["unpermuted"]["expert_fc1"] == 67_108_864 + 8_388_608 + 12 * 131_072 + 4 * 16_384
-
-
-# -- what leaves, and what the step holds without it --
-
-
-def summary_of(layers: int, microbatches: int) -> tuple[dict[str, int], StepStats, StepStats]:
-    """With both marks of the experts: bytes that leave by name, as the first step plans them, and the figures
-    of that step and of one in which nothing may leave. Later plans are timed."""
-    config = SMALL.with_(layers=layers, shared_hidden=0)
-    with offloading(min_offloaded_tensor_size=1, max_restoring_bytes=8192) as manager:
-        model = build_stage_module(config, offload_modules=("expert_fc1", "moe_act"), input_kept="permuted")
-        step(model, tuple(range(microbatches)))
-        summary, stats = dict(manager.offload_summary_bytes), manager.stats
-        impose(manager.engine, max_spilling_bytes=0)
-        step(model, tuple(range(microbatches)))
-        return summary, stats, manager.stats
-
-
-@pytest.mark.req("S3-94")
-def test_the_peak_of_saved_bytes_falls_by_what_the_step_no_longer_holds() -> None:
-    _, stats, stayed = summary_of(layers=6, microbatches=2)
-    assert stayed.spill_bytes == 0
-    assert stayed.device_bytes_peak == stayed.saved_bytes == stats.saved_bytes
-    assert stats.device_bytes_peak < stayed.device_bytes_peak / 2
-    assert stats.spill_bytes == stats.saved_bytes
-
-
-@pytest.mark.req("S3-95")
-def test_several_groups_of_one_name_leave_and_of_one_chunk_the_last_stays() -> None:
-    by_group = saved_bytes_of_layer(
-        SMALL.with_(shared_hidden=0), Placement(input_kept="permuted"), tokens=TOKENS, dtype=torch.float32
-    )
-    rows = 4 * TOKENS * SMALL.top_k * SMALL.dim  # the last of its name, which the backward reads first
-    several, _, _ = summary_of(layers=3, microbatches=1)
-    assert several == {
-        "expert_fc1": 3 * by_group["expert_fc1"] - rows,
-        "moe_act": 2 * by_group["moe_act"],
-    }
-    alone, _, _ = summary_of(layers=1, microbatches=1)
-    assert alone == {"expert_fc1": by_group["expert_fc1"] - rows, "moe_act": 0}
