@@ -1,9 +1,8 @@
 """Runs of one model by files that switch what is offloaded and recomputed ON or OFF.
 
-    [training]                                     keys as torchtitan has them
+    [training]                                     torchtitan's keys (offload/compat/torchtitan.py)
     enable_activation_offload = true
-    activation_offload_modules = "expert_fc1,moe_act"
-    activation_offload_mode = ""                   or "save_on_cpu", "checkpoint", "both"
+    activation_offload_modules = "expert_fc1,moe_act"    or activation_offload_mode = "both"
     activation_offload_min_tensor_size = 1048576   elements
     enable_cpu_offload = false                     FSDP's: parameters, gradients and the optimizer's state
     [activation_checkpoint]
@@ -18,7 +17,7 @@ from __future__ import annotations
 import statistics
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,8 @@ from bench.measure import Clock
 from bench.rows import kept_operators
 from bench.run import SkippedError, outcome
 from mixtures.work import Work, tokens_of
+from offload.compat import torchtitan
+from offload.compat.torchtitan import TorchtitanSettings
 
 _FOLDER = Path(__file__).parent / "on_off"
 FILES = (
@@ -44,13 +45,6 @@ FILES = (
 )
 STEPS = 15
 _WARMUP = 5
-_TRAINING = {
-    "enable_activation_offload": bool,
-    "activation_offload_modules": str,
-    "activation_offload_mode": str,
-    "activation_offload_min_tensor_size": int,
-    "enable_cpu_offload": bool,
-}
 _CHECKPOINTS = ("none", "selective", "full")
 
 
@@ -59,10 +53,7 @@ class Config:
     """One file, read and checked."""
 
     name: str
-    placement: Mapping[str, Any]
-    """Of moe.MixtureGPT."""
-    min_elements: int
-    fsdp_offload: bool
+    settings: TorchtitanSettings
     checkpoints: str
 
 
@@ -78,34 +69,24 @@ class ConfigRequest:
 
 
 def read_config(path: Path) -> Config:
-    """Raises ValueError for a key that is not known or has another type, naming the file."""
+    """Raises ValueError for a key that is not obeyed here or has a wrong value, naming the file."""
     try:
         table = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        training = table.pop("training", {})
+        checkpoint = table.pop("activation_checkpoint", {})
+        settings = torchtitan.settings({"training": training})
+        mode = checkpoint.pop("mode", "none")
+        known = [field.name for field in fields(settings)]
+        if unknown := [*table, *checkpoint, *(name for name in training if name not in known)]:
+            raise ValueError(
+                f"{', '.join(unknown)} would change nothing here; what does is mode of "
+                f"activation_checkpoint, and of training {', '.join(known)}"
+            )
+        if mode not in _CHECKPOINTS:
+            raise ValueError(f"mode is {mode!r}, must be one of {', '.join(_CHECKPOINTS)}")
+    except (OSError, ValueError) as error:  # of TOML, too
         raise ValueError(f"{path}: {error}") from error
-    training = dict(table.pop("training", {}))
-    checkpoint = dict(table.pop("activation_checkpoint", {}))
-    mode = checkpoint.pop("mode", "none")
-    if unknown := [*table, *(training.keys() - _TRAINING.keys()), *checkpoint]:
-        raise ValueError(f"{path}: unknown {', '.join(unknown)}; known are {', '.join(_TRAINING)} and mode")
-    if wrong := [name for name, value in training.items() if type(value) is not _TRAINING[name]]:
-        raise ValueError(f"{path}: {wrong[0]} is {training[wrong[0]]!r}, must be of {_TRAINING[wrong[0]]}")
-    if mode not in _CHECKPOINTS:
-        raise ValueError(f"{path}: mode is {mode!r}, must be one of {', '.join(_CHECKPOINTS)}")
-    placement: dict[str, Any] = {}
-    if training.get("enable_activation_offload"):
-        names = training.get("activation_offload_modules", "").split(",")
-        placement = {
-            "offload_modules": tuple(name.strip() for name in names if name.strip()),
-            "experts_mode": training.get("activation_offload_mode") or None,
-        }
-    return Config(
-        name=path.stem,
-        placement=placement,
-        min_elements=training.get("activation_offload_min_tensor_size", 1 << 20),
-        fsdp_offload=training.get("enable_cpu_offload", False),
-        checkpoints=mode,
-    )
+    return Config(name=path.stem, settings=settings, checkpoints=mode)
 
 
 def run_config(request: ConfigRequest) -> dict[str, Any]:
@@ -129,18 +110,19 @@ def _measure(request: ConfigRequest) -> dict[str, Any]:
 
 def _trained(request: ConfigRequest, device: torch.device) -> dict[str, Any]:
     config, work, clock = request.config, request.work, Clock(device)
+    settings = config.settings
     dtype = torch.float32 if request.tiny else torch.bfloat16
-    model = moe.build_stage_module(work.config, device=device, dtype=dtype, **config.placement)
+    model = moe.build_stage_module(work.config, device=device, dtype=dtype, **settings.placement())
     manager = None
-    if config.placement:
+    if settings.enable_activation_offload:
         limits = offload.OffloadConfig(
-            min_offloaded_tensor_size=1 if request.tiny else config.min_elements,
+            min_offloaded_tensor_size=1 if request.tiny else settings.activation_offload_min_tensor_size,
             host_limit_bytes=request.host_limit_bytes,
         )
         manager = offload.configure(limits, device="sim" if request.tiny else "cuda", print_summary=False)
         manager.register_parameters(model)
     _checkpointed(model, config.checkpoints)
-    if config.fsdp_offload:
+    if settings.enable_cpu_offload:
         mesh = init_device_mesh(device.type, (1,))
         policy = CPUOffloadPolicy(pin_memory=clock.cuda)
         for part in (*model.blocks.values(), model):

@@ -108,7 +108,7 @@ def config(name: str) -> tuple[str | None, bool]:
     """(the experts' mode, FSDP's offload) of a run."""
     read = configs.read_config(path_of(name))
     assert read.checkpoints == "none"
-    return read.placement.get("experts_mode"), read.fsdp_offload
+    return read.settings.placement()["experts_mode"], read.settings.enable_cpu_offload
 
 
 def test_what_contradicts_itself_is_said_with_its_figures() -> None:
