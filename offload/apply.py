@@ -50,10 +50,14 @@ from offload.modules.settings import (
 )
 from offload.modules.steps import Root, Steps
 from offload.modules.watermark import WatermarkRoot, marks_of
+from offload.modules.weights import WeightsRoot, chosen_weights, weights_limit
 from offload.planner.explained import Explanation
 from offload.report import Report, ReportStart, report
 from offload.sizes import argument_bytes
 from offload.telemetry.speaker import speaker
+from offload.weights.figures import WeightFigures
+from offload.weights.hooks import BlockCalls
+from offload.weights.stream import WeightStream
 
 __all__ = ["Applied", "activations", "apply", "infer_steps", "is_declined"]
 
@@ -87,10 +91,13 @@ class Calls(Protocol):
 class Applied:
     """What `apply` did to a model.
 
-    mode: as it was asked for. groups: names of the modules, by group; a group is offloaded together.
+    mode: as it was asked for. groups: names of the modules, by group; a group is offloaded together. weights:
+    what streams of the blocks' weights, None where none does.
     """
 
-    def __init__(self, model: nn.Module, mode: Mode, groups: Blocks, root: ModelRoot | None) -> None:
+    def __init__(
+        self, model: nn.Module, mode: Mode, groups: Blocks, root: ModelRoot | WeightsRoot | None
+    ) -> None:
         self.mode = mode
         self.groups = MappingProxyType({group: tuple(modules) for group, modules in groups.items()})
         self._model = weakref.ref(model)
@@ -98,6 +105,7 @@ class Applied:
         self._root = root
         self._start = None if root is None else ReportStart(marks.default_manager(), "apply")
         self._auto: Auto | None = None
+        self._stream: WeightStream | None = None
         self._caching: list[Any] = []  # configs of transformers whose use_cache was switched off
         self._undo = ExitStack()  # all else that it has changed
 
@@ -105,6 +113,11 @@ class Applied:
     def blocks(self) -> tuple[str, ...]:
         """Names of all modules that matched."""
         return tuple(name for names in self.groups.values() for name in names)
+
+    @property
+    def weights(self) -> WeightFigures | None:
+        """Which weights stream, and what that did in the last step; None without `weights=`."""
+        return None if self._stream is None else self._stream.figures
 
     def report(self, *, gather: bool = False) -> Report:
         """What was saved, moved and kept since `apply`, by all that is offloaded in this process, and in
@@ -114,22 +127,28 @@ class Applied:
             return replace(
                 report(gather=gather), remark=f"mode=False, as it was asked: nothing of {self._name} leaves"
             )
-        peak = "" if self._root is None else self._root.peak.text()
-        return replace(self._start.report(gather=gather), peak=peak)
+        peak = self._root.peak.text() if isinstance(self._root, ModelRoot) else ""
+        found = replace(self._start.report(gather=gather), peak=peak)
+        return found if self.weights is None else replace(found, weights=replace(self.weights))
 
-    def explain(self) -> Explanation:
+    def explain(self) -> Explanation | WeightFigures:
         """What mode "auto" chose for each block, what it costs, and what a larger budget would save. Blocks
-        the host: for about 0.1 s, to solve for that budget. Raises ValueError in another mode."""
-        if self._auto is None:
-            raise ValueError(
-                f"explain() on {self!r}: it is of mode='auto', which chooses; report() is of every mode"
-            )
-        return self._auto.explain()
+        the host: for about 0.1 s, to solve for that budget. In another mode with `weights=`: what streams,
+        and what a GB more would gain. Raises ValueError in another mode without."""
+        if self._auto is not None:
+            return self._auto.explain()
+        if self.weights is not None:
+            return replace(self.weights)
+        raise ValueError(
+            f"explain() on {self!r}: it is of mode='auto', which chooses, and of weights=; report() is of "
+            "every mode"
+        )
 
     def remove(self) -> None:
-        """Take every hook off: the model is as it was. A backward that is still to come finds its tensors.
-        Called again, it does nothing. Raises ValueError inside a forward of the model. Blocks the host:
-        never."""
+        """Take every hook off: the model is as it was, with its weights where `apply` found them. A backward
+        that is still to come finds its tensors. Called again, it does nothing. Raises ValueError inside a
+        forward of the model, and torch.OutOfMemoryError where streamed weights do not fit; all goes on then.
+        Blocks the host for streamed weights; else never."""
         root = self._root
         if root is None:
             return
@@ -139,6 +158,8 @@ class Applied:
                 f"remove() of {self!r} inside a forward of its modules, which has hooks open; call it when "
                 "the forward has returned"
             )
+        if self._stream is not None:
+            self._stream.remove()
         self._root = None
         self._undo.close()
         taken = self._taken
@@ -157,6 +178,14 @@ class Applied:
         self._undo.callback(HookPair(module, calls.enter, calls.leave, self._root.calls).remove)
         self._taken[module] = self
 
+    def _hook_weights(self, stream: WeightStream | None, blocks: Blocks) -> None:
+        if stream is None:
+            return
+        self._stream = stream
+        modules = {name: module for named in blocks.values() for name, module in named.items()}
+        for block in stream.blocks:
+            self._hook(modules[block.name], BlockCalls(stream, block))
+
     @property
     def _taken(self) -> weakref.WeakKeyDictionary[nn.Module, Applied]:
         return _watermarked if self.mode == "watermark" else _applied
@@ -168,13 +197,16 @@ class Applied:
         )
 
     def __repr__(self) -> str:
-        state = "" if self._root is not None or self.mode is False else ", removed"
+        off = self.mode is False and self._stream is None
+        state = "" if self._root is not None or off else ", removed"
         found = "; ".join(
             f"{group}: {len(names)} module{'s' * (len(names) != 1)}, {names[0]}"
             + (f" to {names[-1]}" if len(names) > 1 else "")
             for group, names in self.groups.items()
         )
         what = found or ("nothing" if self.mode is False else "every saved tensor")
+        if self.weights is not None:
+            what = f"{'no activations' if self.mode is False else what}; {self.weights.line()}"
         return f"<offload.apply({self._name}, mode={self.mode!r}{state}): {what}>"
 
 
@@ -192,10 +224,12 @@ def apply(
     no_recompute: str | Sequence[str] | None = None,
     recompute_differs: Literal["raise", "warn"] = "raise",
     host_reserve: int | str | None = None,
+    weights: int | str | None = None,
 ) -> Applied:
-    """Offload what `model` saves for its backward, from its next forward on.
+    """Offload what `model` saves for its backward, from its next forward on; with `weights`, also the weights
+    of its blocks, or these alone.
 
-    mode: None takes the config's `activation_offloading`, "groups" by default.
+    mode: None takes the config's `activation_offloading`, "groups" by default; with `weights`, False.
         "groups": what blocks save, as far as the plan and the limit want it.
         "checkpoint": blocks are recomputed in the backward, and nothing is offloaded.
         "hidden_states": blocks are recomputed in the backward; their input waits on the host.
@@ -235,6 +269,12 @@ def apply(
         block. Compared are the first three calls of each block, then one in 61 of its class.
     host_reserve: as host_reserve_bytes of OffloadConfig: bytes of host memory that are pinned now. Without
         it the first steps pin, and what finds no host memory meanwhile stays on the device.
+    weights: "host": the weights of all blocks wait in pinned memory, and each block's come before it
+        computes, in the forward and in the backward; two blocks are on the device at once. Bytes or text such
+        as "6GB": so much of them stays, or passes, on the device, with which the step is shortest. Resident
+        are parameters outside of the blocks, of adapters, under 1 Mi elements, and tied ones. The model may
+        be on the CPU: what does not stream moves to the device. Weights are frozen, or an optimizer of
+        torch's steps them on the device. docs/weights.md has what goes with what.
 
     Raises ValueError for anything that cannot be: no blocks, a pattern that matches nothing, an argument that
     the mode has no use for, modules that are applied already, a mode beside another that it excludes, a
@@ -245,10 +285,14 @@ def apply(
         raise ValueError(f"apply got a {type(model).__name__}, must be a torch.nn.Module")
     before = marks.existing_manager()
     config = OffloadConfig() if before is None else before.engine.config
-    mode = config.activation_offloading if mode is None else check_mode("mode", mode)
+    if mode is None:
+        mode = config.activation_offloading if weights is None else False
+    mode = check_mode("mode", mode)
+    limit_bytes = weights_limit(weights)
     if mode is False:
         _declined.add(model)
-        return Applied(model, mode, {}, None)
+        if weights is None:
+            return Applied(model, mode, {}, None)
     if min_numel is not None:
         check_min_elements(min_numel, "min_numel")
     if recompute_differs not in ("raise", "warn"):
@@ -267,10 +311,13 @@ def apply(
         },
     )
     marks_given = marks_of(high, low) if mode == "watermark" else None
-    groups = _groups_of(model, mode, blocks, modules)
+    groups = {} if mode is False else _groups_of(model, mode, blocks, modules)
     never = _never_recomputed(groups, no_recompute)
     whole = {} if mode in WITHOUT_BLOCKS or modules is None else _blocks_of(model, blocks)
-    hooked = [module for found in (groups, whole) for named in found.values() for module in named.values()]
+    streamed = {} if weights is None else _blocks_of(model, blocks)
+    hooked = [
+        module for found in (groups, whole, streamed) for named in found.values() for module in named.values()
+    ]
     _check_free(model, mode, hooked)
     if mode == "auto" and any(is_checkpointing(module) for module in model.modules()):
         raise ValueError(
@@ -283,11 +330,20 @@ def apply(
     if limited != config:
         _check_nothing_waits(before)
         marks.change_limits(limited)
+    stream = None if weights is None else _stream(model, streamed, limit_bytes)
 
     forget_compiled(model)
     everything = "all tensors" if mode in ALL_TENSORS else None
     if min_numel is None and everything:
         min_numel = _LEAST_OF_ALL
+    if mode is False:
+        weights_root = WeightsRoot(model, _steps, marks.default_manager)
+        handle = Applied(model, mode, {}, weights_root)
+        _steps.add(weights_root)
+        handle._undo.callback(_steps.discard, weights_root)
+        handle._hook(model, weights_root)
+        handle._hook_weights(stream, streamed)
+        return handle
     root = (
         WatermarkRoot(model, _steps, marks.default_manager, marks_given, min_numel)
         if marks_given is not None
@@ -303,6 +359,7 @@ def apply(
     handle = Applied(model, mode, groups, root)
     _steps.add(root)
     handle._undo.callback(_steps.discard, root)
+    handle._hook_weights(stream, streamed)  # first, so that they are inside of the blocks' other hooks
     handle._hook(model, root)
     root.watch = Watch(warns=recompute_differs == "warn", moves=mode == "auto", never=never)
     if mode == "auto" and auto is None:
@@ -339,6 +396,13 @@ def apply(
     for module in mind_adapters(model, mode):
         handle._undo.callback(setattr, module, "gradient_checkpointing", True)
     return handle
+
+
+def _stream(model: nn.Module, blocks: Blocks, limit_bytes: int | None) -> WeightStream:
+    """The blocks' weights go to the host. Raises ValueError or HostBudgetError; nothing has moved then."""
+    engine = marks.default_manager().engine
+    named = {name: module for each in blocks.values() for name, module in each.items()}
+    return WeightStream(engine, model, chosen_weights(model, named, engine), limit_bytes)
 
 
 def is_declined(model: nn.Module) -> bool:

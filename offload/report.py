@@ -17,6 +17,7 @@ from offload.marks import existing_manager
 from offload.sizes import bytes_text
 from offload.telemetry.figures import Figures, Ledger
 from offload.telemetry.verdict import verdict
+from offload.weights.figures import WeightFigures
 
 __all__ = ["Report", "ReportStart", "report"]
 
@@ -62,6 +63,9 @@ class Report:
     peak: str = ""
     """In which phase of a step the device's memory is highest, where `apply` has seen it."""
 
+    weights: WeightFigures | None = None
+    """Of weights that stream, in a report of a handle with `weights=`."""
+
     ranks: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
@@ -80,6 +84,7 @@ class Report:
             "since": self.since,
             "verdict": self.verdict,
             "peak": self.peak,
+            "weights": None if self.weights is None else self.weights.as_dict(),
             "last_step": self.last_step,
             "ranks": {rank: dict(figures) for rank, figures in self.ranks.items()},
         }
@@ -103,11 +108,12 @@ class Report:
         steps = self.total.steps
         title = f"offload report: {steps:,} step{'s' * (steps != 1)} since {self.since}"
         if not steps:
-            return f"{title}; {self.remark or 'no step with offload has ended yet'}"
+            none = f"{title}; {self.remark or 'no step with offload has ended yet'}"
+            return none if self.weights is None else f"{none}\n\n{self.weights}"
         parts = [self.verdict, f"{title}{self.link and ', ' + self.link}"]
         parts += [self.remark] if self.remark else []
         parts.append(self._figures())
-        parts += [self.peak] if self.peak else []
+        parts += [str(each) for each in (self.weights, self.peak) if each]
         parts += [table for table in (self._groups(), self._stayed(), self._ranks()) if table]
         return "\n\n".join(parts)
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
+from offload.apply import Applied
 from offload.disk.worker import Worker
 from offload.engine import OffloadEngine
 from offload.transfer.limits import CONFIG, DEFAULT, PLAN, Cap, Contributor
+from offload.weights import choose
+from offload.weights.stream import WeightStream
 
 _imposed: weakref.WeakKeyDictionary[OffloadEngine, Contributor] = weakref.WeakKeyDictionary()
 
@@ -36,3 +42,16 @@ def impose(engine: OffloadEngine, **caps: int | None) -> Contributor:
 def has_work(worker: Worker[Any]) -> bool:
     """Whether a thread of the disk has jobs, waiting or under way."""
     return bool(worker._queue) or worker._num_running > 0
+
+
+def streaming_of(handle: Applied) -> WeightStream:
+    """The stream of a handle with weights=."""
+    assert handle._stream is not None
+    return handle._stream
+
+
+@contextmanager
+def streams_from(numel: int) -> Iterator[None]:
+    """Inside, parameters of so many elements stream."""
+    with patch.object(choose, "LEAST_NUMEL", numel):
+        yield

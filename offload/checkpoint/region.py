@@ -231,7 +231,8 @@ class Region:
             nonlocal came
             number = came
             came += 1
-            if detaches and tensor.requires_grad:
+            # an alias of a parameter whose bytes come and go shows its owner that somebody will read them
+            if detaches and (tensor.requires_grad or type(tensor) is torch.nn.Parameter):
                 tensor = tensor.detach()
             if number >= num_saves:
                 if has_ended:

@@ -56,6 +56,7 @@ class TrackedBytes:
         self.home = home  # the lane that gets the bytes back when the storage dies
         self.host = host
         self.released = False
+        self.freed = False  # its storage stays, without bytes
         self.active = False  # counts in active_bytes
         self.ranges: list[_Range] = []  # by place: what was accessed
         self._prune_above = _PRUNE_ABOVE

@@ -42,7 +42,22 @@ class HazardChecker:
         found = Span.of(self._tracked.get(storage._cdata) or self.track(storage, home), tensor)
         if found.tracked.released:
             raise HazardError(f"{found} are host memory that was released; release it after its last use")
+        if found.tracked.freed and found.end > found.start:
+            raise HazardError(f"{found} were freed, and nothing has refilled them; refill the storage first")
         return found
+
+    def free(self, storage: torch.UntypedStorage, home: SimLane) -> None:
+        """The storage's bytes go back to the lane that they came from. home: of a storage met first now."""
+        tracked = self._tracked.get(storage._cdata) or self.track(storage, home)
+        self.check_free(tracked.home, tracked.whole, "they are given back")
+        tracked.ranges, tracked.active, tracked.freed = [], False, True
+
+    def refill(self, storage: torch.UntypedStorage, home: SimLane) -> TrackedBytes:
+        """The storage has other bytes from now on, which belong to `home`."""
+        tracked = self._tracked.get(storage._cdata) or self.track(storage, home)
+        tracked.nbytes, tracked.home = storage.nbytes(), home
+        tracked.ranges, tracked.active, tracked.freed = [], True, False
+        return tracked
 
     def is_host(self, storage: torch.UntypedStorage) -> bool:
         found = self._tracked.get(storage._cdata)

@@ -142,6 +142,15 @@ class Device(Protocol):
     def empty(self, nbytes: int) -> torch.Tensor:
         """A new 1-D uint8 tensor in device memory, allocated on the compute lane."""
 
+    def free(self, storage: torch.UntypedStorage) -> None:
+        """Return the storage's bytes to the allocator. Its tensors stay, and none may be read until `refill`.
+        The lane that the bytes were allocated on gets them next: it comes after every use of them."""
+
+    def refill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Allocate bytes, undefined ones, for a storage that was freed, on the compute lane. Its tensors and
+        their views have them. Raises torch.OutOfMemoryError. Blocks the host: never, but for a new segment of
+        the allocator."""
+
     def copy(self, lane: Lane, pairs: Sequence[CopyPair]) -> None:
         """Issue the copies to `lane`, in order, under one stream switch. The caller keeps both sides alive
         until an event recorded after this call has passed. Blocks the host only if a host side is not

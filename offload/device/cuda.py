@@ -170,6 +170,13 @@ class CudaDevice:
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
+    def free(self, storage: torch.UntypedStorage) -> None:
+        storage.resize_(0)
+
+    def refill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        self._refuse_in_capture(f"an allocation of {nbytes:,} bytes for a storage")
+        storage.resize_(nbytes)
+
     def copy(self, lane: Lane, pairs: Sequence[CopyPair]) -> None:
         # what torch.cuda.set_stream calls: the context manager costs 8.9 microseconds, more than the copy it
         # wraps (H200 host)

@@ -157,6 +157,21 @@ class SimDevice(SimLanes):
             self._do(self.compute, self._access, tracked.whole, "empty", True)
             return tensor
 
+    def free(self, storage: torch.UntypedStorage) -> None:
+        with self._lock:
+            self._enter(self.compute)
+            self._checker.free(storage, self.compute)
+            storage.resize_(0)
+
+    def refill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        with self._lock:
+            self._forbid_in_capture(f"an allocation of {nbytes:,} bytes for a storage")
+            storage.resize_(nbytes)
+            tracked = self._checker.refill(storage, self.compute)
+            if self._poison:
+                torch.empty(0, dtype=torch.uint8).set_(storage).fill_(POISON)
+            self._do(self.compute, self._access, tracked.whole, "empty", True)
+
     def launch(self, kernel: Callable[[], None]) -> None:
         """Compute: call `kernel` now, and again in each replay of the capture under way."""
         self._do(self.compute, lambda lane: kernel())

@@ -27,6 +27,7 @@ __all__ = [
     "forget_compiled",
     "gpu_bytes",
     "heads_of",
+    "is_adapter",
     "is_checkpointing",
     "mind_adapters",
     "switch_caches_off",
@@ -53,6 +54,7 @@ EXCLUDED: Final[tuple[tuple[str, tuple[Mode, ...], str], ...]] = (
     ("blocks", WITHOUT_BLOCKS, _TAKES_ALL),
     ("modules", WITHOUT_BLOCKS, _TAKES_ALL),
     ("modules", RECOMPUTING, ", which recomputes whole blocks; give blocks=, or use mode='groups'"),
+    ("modules", (False,), ", which offloads no activations; name whole blocks with blocks=, or give a mode"),
     ("no_recompute", _all_but(*RECOMPUTING), ", which recomputes nothing; leave it out"),
     ("recompute_differs", _all_but(*RECOMPUTING), ", which recomputes nothing; leave it out"),
 )
@@ -132,7 +134,7 @@ def mind_adapters(model: nn.Module, mode: Mode) -> list[nn.Module]:
     checkpoints off. Returns the modules whose checkpoints were switched off."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     frozen = len(names) < len(list(model.parameters()))
-    if not frozen or not any(part in name.lower() for name in names for part in _ADAPTER):
+    if not frozen or not any(is_adapter(name) for name in names):
         return []
     if mode in ("checkpoint", "hidden_states"):
         logger.warning(
@@ -152,6 +154,11 @@ def mind_adapters(model: nn.Module, mode: Mode) -> list[nn.Module]:
         )
         return checkpoints
     return []
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name says that an adapter made it."""
+    return any(part in name.lower() for part in _ADAPTER)
 
 
 def is_checkpointing(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,7 +29,7 @@ from offload.optim.touch import AwaitedWeight, WeightWatch, await_all, weakly
 from offload.params.view import ParamView, count_write, laid_out_as
 from offload.telemetry.records import ClientStats
 
-__all__ = ["Overlap", "StepRunner", "checked_overlap"]
+__all__ = ["Overlap", "StepRunner", "checked_overlap", "stepped_by_open_ones"]
 
 Overlap = Literal["step", "forward", "backward"]
 
@@ -76,6 +76,13 @@ def checked_overlap(overlap: str, model: nn.Module | None, *, has_workers: bool,
                 'them later; use overlap="forward"'
             )
     return "forward" if overlap == "forward" else "backward"
+
+
+def stepped_by_open_ones() -> Iterator[Tensor]:
+    """The parameters of all optimizers that are not closed."""
+    for runner in list(_OPEN):
+        for member in runner.placed.members:
+            yield member.parameter
 
 
 class StepRunner(Client):

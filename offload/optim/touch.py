@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from offload.compile.untraced import untraced
 from offload.engine import OffloadEngine
 from offload.optim.stepping import HostedSteps
+from offload.params.watched import Watched, watched_in
 from offload.telemetry.speaker import speaker
 
 __all__ = ["AwaitedGradient", "AwaitedWeight", "WeightWatch", "await_all", "weakly"]
@@ -34,34 +35,17 @@ _OWNER = "_offload_step"  # attribute of what is awaited: (steps, index)
 
 P = ParamSpec("P")
 
-_T: Any = Tensor
-_METADATA_READS = {
-    *(getattr(_T.grad, accessor) for accessor in ("__get__", "__set__", "__delete__")),
-    *(
-        getattr(_T, name).__get__
-        for name in ("requires_grad", "is_leaf", "grad_fn", "shape", "ndim", "dtype", "device", "layout")
-    ),
-    _T._version.__get__,
-    *(
-        getattr(_T, name)
-        for name in ("size", "stride", "numel", "dim", "element_size", "is_contiguous", "is_floating_point")
-    ),
-}
-"""What reads and writes no element, and so need not wait."""
-
-
-class _Awaited(Tensor):
+class _Awaited(Watched):
     """Waits at the first touch. Never made, only put in place of a tensor's class."""
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func in _METADATA_READS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+    def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         await_all((args, kwargs))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def make_ready(cls, found: Any) -> None:
+        await_all(found)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         await_all(self)
@@ -84,23 +68,12 @@ class AwaitedWeight(_Awaited, nn.Parameter):
 def await_all(found: Any) -> None:
     """Have the current lane wait for what is awaited among `found`, in tuples, lists and dictionaries too; it
     is plain after this. Blocks the host until the step's part is issued."""
-    for tensor in _awaited_in(found):
+    for tensor in watched_in(found, _Awaited):
         if (owner := vars(tensor).get(_OWNER)) is not None:
             steps, index = owner
             steps.await_weights((index,))
         if isinstance(tensor, _Awaited):  # its step ended with others, or failed
             _make_plain(tensor)
-
-
-def _awaited_in(found: Any) -> Iterator[Tensor]:
-    if isinstance(found, _Awaited):
-        yield found
-    elif isinstance(found, (tuple, list)):
-        for each in found:
-            yield from _awaited_in(each)
-    elif isinstance(found, dict):
-        for each in found.values():
-            yield from _awaited_in(each)
 
 
 def _make_plain(tensor: Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offload.device import Event
 from offload.errors import HostBudgetError
 from offload.memory.arena import Block, HostArena
 from offload.params.layout import ALIGN, Section
@@ -29,14 +30,17 @@ class FlatSpec(NamedTuple):
     zero: bool = False
 
 
-def check_budget(arena: HostArena, nbytes: int, what: str) -> None:
-    """Raises HostBudgetError, before anything is pinned, if the budget has not `nbytes` left."""
+def check_budget(
+    arena: HostArena, nbytes: int, what: str, instead: str = "lower offload_fraction"
+) -> None:
+    """Raises HostBudgetError, before anything is pinned, if the budget has not `nbytes` left. instead: of
+    another limit, for the message."""
     left = arena.budget.limit_bytes - arena.budget.used_bytes + max(0, arena.held_bytes - arena.lent_bytes)
     if nbytes > left:
         raise HostBudgetError(
             f"{what} need {nbytes:,} bytes of host memory, and {left:,} of the host's "
             f"{arena.budget.limit_bytes:,} bytes are free; raise "
-            "host_limit_bytes, or lower offload_fraction"
+            f"host_limit_bytes, or {instead}"
         )
 
 
@@ -85,6 +89,13 @@ class HostSection:
     def view(self, name: str, start: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Elements of `dtype` from the beginning of the slot on, 1-D."""
         return self.slot(name, start, numel).narrow(0, 0, numel * dtype.itemsize).view(dtype)
+
+    def close_later(self, after: Event) -> None:
+        """As `close`, for finalisers on any thread: takes no lock. after: comes after the last copy."""
+        self._flats.clear()
+        for block in self._blocks:
+            self._arena.give_back_later(block, after)
+        self._blocks.clear()
 
     def close(self) -> None:
         """Give the blocks back. Nothing may use them any more."""

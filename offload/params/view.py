@@ -64,6 +64,11 @@ class ParamView:
         local = local_of(parameter).detach()
         self.shape, self.numel, self.dtype = tuple(local.shape), local.numel(), local.dtype
         self.where, self.address = local.device, 0
+        if getattr(type(parameter), "comes_and_goes", False):
+            raise ValueError(
+                f"{self} is streamed by apply(weights=...), and cannot be stepped here: leave it out, as a "
+                "frozen one, step it by an optimizer of torch's, or apply without weights="
+            )
         if type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             raise ValueError(
                 f"{self} is a {type(local).__name__}, which keeps something else than its elements; step it "

@@ -44,7 +44,8 @@ class ExternalStorages:
 
     def register(self, tensor: torch.Tensor, kind: ExternalKind) -> None:
         for part in _plain_parts(tensor):
-            storage = part.untyped_storage()
+            with torch._C.DisableTorchFunctionSubclass():  # a weight may be watched
+                storage = part.untyped_storage()
             if self.kinds.get(storage._cdata, ExternalKind.BUFFER) is ExternalKind.BUFFER:
                 self._storages[storage._cdata] = WeakStorage(storage)
                 self.kinds[storage._cdata] = kind

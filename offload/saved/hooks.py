@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from inspect import unwrap
 from typing import Any, Protocol
 
@@ -32,6 +32,7 @@ from offload.telemetry.speaker import speaker
 
 __all__ = [
     "InstalledScope",
+    "LoadedAtRead",
     "PackObserver",
     "SavedTensorHooks",
     "Scope",
@@ -65,6 +66,12 @@ class Scope(Protocol):
 
     def note_replayed(self, tensor: torch.Tensor) -> None:
         """A tensor stays because a CUDA graph that torch.compile recorded owns its memory."""
+
+
+class LoadedAtRead(Protocol):
+    """What autograd's graph keeps instead of a tensor whose bytes come and go with its owner."""
+
+    def read(self) -> torch.Tensor: ...
 
 
 class PackObserver(Protocol):
@@ -140,12 +147,20 @@ class _InsideUsers:
     in a tuple of one.
     """
 
-    def __init__(self, users: Pair, pair: Pair, lock: AbstractContextManager[object]) -> None:
+    def __init__(
+        self,
+        users: Pair,
+        pair: Pair,
+        lock: AbstractContextManager[object],
+        alias_of: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
         self.users = users
         self.pack_ours, self.unpack_ours = pair
         self._lock = lock
+        self._alias_of = alias_of
 
     def pack(self, tensor: torch.Tensor) -> Any:
+        tensor = self._alias_of(tensor)
         with self._lock:  # operators inside are none of the model's, for who counts those
             made = self.users[0](tensor)
         return self.pack_ours(made) if made is tensor or _may_move(made, tensor) else (made,)
@@ -228,6 +243,8 @@ class SavedTensorHooks:
         self._readers = readers
         # told of saves in scopes that are opened from then on; with one, every save costs some calls more
         self.observers: list[PackObserver] = []
+        # by storage: packs what is saved of a weight that is streamed. Also for what is saved in a backward
+        self.streamed: dict[int, Callable[[torch.Tensor], LoadedAtRead | None]] = {}
         self._here = _Scopes()
         self._named_types: set[type[torch.Tensor]] = set()
 
@@ -242,7 +259,7 @@ class SavedTensorHooks:
         pack, unpack = self._observed_pack if self.observers else self.pack, self.unpack
         users = None if installed.alone else users_pair()
         if users is not None:
-            inside = _InsideUsers(users, (pack, unpack), self._lock)
+            inside = _InsideUsers(users, (pack, unpack), self._lock, self.alias_of)
             pack, unpack = inside.pack, inside.unpack
         _push_hooks(pack, unpack)  # torch.autograd.graph.saved_tensors_hooks, without its object
         self._here.stack.append(installed)
@@ -263,7 +280,8 @@ class SavedTensorHooks:
     def may_leave(self, scope: Scope) -> bool:
         """Whether `leave` may be called: nobody else would be shown what is saved from then on."""
         scopes = self._here.stack
-        return bool(scopes) and scopes[-1].scope is scope and scopes[-1].alone and not self.observers
+        mine = bool(scopes) and scopes[-1].scope is scope and scopes[-1].alone
+        return mine and not (self.observers or self.streamed)
 
     def leave(self, scope: Scope) -> None:
         """Inside a pack for `scope`, the innermost one: take the pair out ahead of its `pop`."""
@@ -271,6 +289,39 @@ class SavedTensorHooks:
         assert installed.scope is scope
         installed.left = True
         _pop_hooks()
+
+    def sees_saves(self) -> bool:
+        """Whether this pair would be shown what the calling thread saves now."""
+        top = _top_hooks(True)
+        owner = None if top is None else getattr(unwrap(top[0]), "__self__", None)
+        return owner is self or type(owner) is _InsideUsers
+
+    def push_aliases(self) -> bool:
+        """Where the innermost pair is of a recompute of torch's checkpoint, which keeps a frozen parameter as
+        it is: have it keep an alias of one that is streamed. Whether a pair was pushed, for `pop_aliases`."""
+        top = _top_hooks(True)
+        if top is None or not getattr(top[0], "__qualname__", "").startswith("_recomputation_hook."):
+            return False
+        pack: Callable[[torch.Tensor], Any] = top[0]
+
+        @wraps(pack)  # so that it is known for a checkpoint's
+        def pack_alias(tensor: torch.Tensor) -> Any:
+            return pack(self.alias_of(tensor))
+
+        _push_hooks(pack_alias, top[1])
+        return True
+
+    def pop_aliases(self) -> None:
+        _pop_hooks()
+
+    def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An alias of a parameter that is streamed, which shows its owner that somebody will read the bytes;
+        any other tensor as it is."""
+        if not self.streamed or type(tensor) is not torch.nn.Parameter:
+            return tensor
+        if tensor.untyped_storage()._cdata not in self.streamed:
+            return tensor
+        return torch.nn.Parameter(tensor.detach(), tensor.requires_grad)
 
     def innermost(self) -> Scope | None:
         scopes = self._here.stack
@@ -280,6 +331,8 @@ class SavedTensorHooks:
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd keeps instead of `tensor`. Parameters and small tensors are about half of what it
         saves; they are recognised here, without a further call."""
+        if self.streamed and (packed := self._pack_streamed(tensor)) is not None:
+            return packed
         if _graph_task() != -1:
             return Passed(tensor)
         scopes = self._here.stack
@@ -294,6 +347,15 @@ class SavedTensorHooks:
                 handle = scope.take(tensor)
                 return handle if handle is not None else self._pack_judged(tensor, scopes[:-1], verdict)
             return self._pack_judged(tensor, scopes, verdict)
+
+    def _pack_streamed(self, tensor: torch.Tensor) -> LoadedAtRead | None:
+        """What to keep of a streamed weight, or of a view of one; None for another tensor."""
+        try:
+            with torch._C.DisableTorchFunctionSubclass():  # its class may be one that watches
+                pack = self.streamed.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # a wrapper has no storage
+            return None
+        return None if pack is None else pack(tensor)
 
     def _observed_pack(self, tensor: torch.Tensor) -> Any:
         """`pack`, and who looks at the step closely is told of it."""
@@ -312,7 +374,9 @@ class SavedTensorHooks:
                     self._tell(installed, part.tensor, part)
             return
         verdict = None
-        if type(packed) is Passed:
+        if type(packed) is not Handle and type(packed) is not Passed:  # of a streamed weight
+            packed, verdict = Passed(tensor), Verdict.PARAMETER
+        elif type(packed) is Passed:
             if installed.stays is not None and installed.stays(tensor):
                 verdict = getattr(installed.stays, "verdict", Verdict.OPTED_OUT)
             elif is_parameter(tensor):  # a wrapper too
@@ -397,9 +461,10 @@ class SavedTensorHooks:
         if type(packed) is Passed:
             tensor, version = packed.tensor, packed.version
             return tensor if version is None or tensor._version == version else packed.read()
-        assert type(packed) is WrapperHandle, (
-            f"unpack of a {type(packed).__name__}; give it what pack returned"
-        )
+        if type(packed) is not WrapperHandle:
+            assert hasattr(packed, "read"), f"unpack of a {type(packed).__name__}; give it what pack returned"
+            loaded: LoadedAtRead = packed
+            return loaded.read()
         if packed.probe is not None and packed.probe._version != packed.version:
             raise modified(packed.probe.dtype, packed.size, packed.probe._version, packed.version)
         inner = {

@@ -1,0 +1,90 @@
+"""What `apply` does for a model whose weights stream: which of them do, and its steps where no mode of
+activations infers them.
+
+One invariant: the hooks of a block's weights are inside those of its activations, in the forward and in a
+recompute.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from offload.engine import OffloadEngine
+from offload.groups.manager import GroupsManager
+from offload.modules.hooks import CallsUnderWay
+from offload.modules.settings import gpu_bytes, is_adapter
+from offload.modules.steps import Steps
+from offload.optim.step import stepped_by_open_ones
+from offload.sizes import argument_bytes
+from offload.weights.choose import Choice, choose
+from offload.weights.hooks import refuse_recorded_graphs
+
+__all__ = ["WeightsRoot", "chosen_weights", "weights_limit"]
+
+
+class _Running(threading.local):
+    forwards = 0
+
+
+class WeightsRoot:
+    """A model of which weights leave and activations do not, as Root."""
+
+    def __init__(self, model: nn.Module, steps: Steps, manager: Callable[[], GroupsManager]) -> None:
+        self.stage = 0
+        self.end_seen = False
+        self.calls = CallsUnderWay()
+        self._model = weakref.ref(model)
+        self._steps = steps
+        self._manager = manager
+        self._here = _Running()
+
+    @property
+    def is_running(self) -> bool:
+        """As Root."""
+        return self._here.forwards > 0
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """As Root."""
+        model = self._model()
+        return iter(()) if model is None else model.parameters()
+
+    def step_ends(self) -> None:
+        """As Root."""
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._here.forwards == 0:
+            self._steps.forward_begins(self, None)
+        self._here.forwards += 1
+
+    def leave(self, state: None, output: Any, failed: bool) -> None:
+        self._here.forwards -= 1
+        if self._here.forwards == 0:
+            self._manager().end_inferred_forward()
+
+
+def weights_limit(weights: int | str | None) -> int | None:
+    """Bytes of `weights=`; None for "host". Raises ValueError."""
+    if weights is None or weights == "host":
+        return None
+    return argument_bytes(weights, name='weights, which is "host" or a size,', of_bytes=gpu_bytes(), least=0)
+
+
+def chosen_weights(model: nn.Module, blocks: Mapping[str, nn.Module], engine: OffloadEngine) -> Choice:
+    """Which weights of the blocks stream. Raises ValueError where that cannot be; nothing has changed."""
+    for name, module in model.named_modules():
+        refuse_recorded_graphs(module, name or type(model).__name__)
+    choice = choose(model, blocks, is_adapter, engine.device.torch_device)
+    streamed = {id(weight.parameter): weight for each in choice.blocks.values() for weight in each}
+    for parameter in stepped_by_open_ones():
+        if (weight := streamed.get(id(parameter))) is not None:
+            raise ValueError(
+                f"{weight.name} is stepped by a HybridDeviceOptimizer, which moves it itself, and "
+                "apply(weights=...) would stream it: give weights= to a model whose blocks are frozen, "
+                "step the blocks by an optimizer of torch's, or leave weights= out"
+            )
+    return choice

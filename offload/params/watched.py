@@ -1,0 +1,82 @@
+"""Tensors whose bytes are not all there: whoever touches one from Python goes through here first.
+
+Features put a subclass of `Watched` in place of a tensor's class, and take it out again. One invariant: a
+call that reads or writes no element passes without a wait; every other call first meets the `touch` of the
+feature that watches.
+
+C++ that is called without torch's Python bindings (collectives of torch.distributed, kernels of other
+packages) calls no `__torch_function__`, and so is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["READ_NO_BYTES", "Watched", "accessors", "methods", "untouched", "watched_in"]
+
+
+def methods(names: str, owner: Any = Tensor) -> frozenset[Any]:
+    """Those functions of a class or module that this torch has. names: with blanks between."""
+    return frozenset(getattr(owner, name) for name in names.split() if hasattr(owner, name))
+
+
+def accessors(names: str, *which: str) -> frozenset[Any]:
+    """The same of attributes of a tensor. which: of "__get__", "__set__" and "__delete__"."""
+    return frozenset(getattr(found, each) for found in methods(names) for each in which)
+
+
+READ_NO_BYTES = (
+    accessors("grad", "__get__", "__set__", "__delete__")
+    | accessors("requires_grad is_leaf grad_fn shape ndim dtype device layout _version", "__get__")
+    | methods("size stride numel dim element_size is_contiguous is_floating_point")
+)
+"""What reads and writes no element."""
+
+W = TypeVar("W", bound="Watched")
+
+
+def untouched(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The call as torch makes it for plain tensors."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(Tensor):
+    """Never made, only put in place of a tensor's class. comes_and_goes: its bytes are freed between uses."""
+
+    comes_and_goes = False
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in READ_NO_BYTES:
+            return untouched(func, args, kwargs)
+        return cls.touch(func, args, kwargs or {})
+
+    @classmethod
+    def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Do what was asked, once the bytes may be read and written."""
+        raise NotImplementedError
+
+    @classmethod
+    def make_ready(cls, found: Any) -> None:
+        """The bytes of all that this class watches among `found` may be used from here on, until the call
+        that asked ends."""
+        raise NotImplementedError
+
+
+def watched_in(found: Any, kind: type[W]) -> Iterator[W]:
+    """The tensors of that class in tuples, lists and dictionaries, nested ones too."""
+    if isinstance(found, kind):
+        yield found
+    elif isinstance(found, (tuple, list)):
+        for each in found:
+            yield from watched_in(each, kind)
+    elif isinstance(found, dict):
+        for each in found.values():
+            yield from watched_in(each, kind)

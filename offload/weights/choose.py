@@ -1,0 +1,123 @@
+"""Which parameters of a model stream, and why the others are resident.
+
+One invariant: nothing is changed here. What cannot be streamed at all is an error before anything moves.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.weights.weight import Weight
+
+__all__ = ["LEAST_NUMEL", "Choice", "choose"]
+
+LEAST_NUMEL = 1 << 20
+"""Elements: a smaller parameter of a block is resident. Norms and biases are many copies and few bytes."""
+
+
+class Choice:
+    """blocks: the weights that stream, by the name of their block. resident: of all other parameters, why:
+    how many, and how many bytes."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, list[Weight]] = {}
+        self.resident: dict[str, tuple[int, int]] = {}
+
+    def keep(self, reason: str, parameter: Tensor) -> None:
+        number, nbytes = self.resident.get(reason, (0, 0))
+        self.resident[reason] = number + 1, nbytes + parameter.numel() * parameter.element_size()
+
+    @property
+    def streamed_bytes(self) -> int:
+        return sum(weight.nbytes for weights in self.blocks.values() for weight in weights)
+
+
+def choose(
+    model: nn.Module, blocks: Mapping[str, nn.Module], is_adapter: Callable[[str], bool], where: torch.device
+) -> Choice:
+    """blocks: by name, none inside another. where: the device that computes. Raises ValueError for parameters
+    that FSDP manages, that have no values, or that are on another device; and where nothing streams."""
+    _refuse(model, where)
+    places = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    storages = Counter(
+        parameter.untyped_storage()._cdata
+        for parameter in model.parameters()
+        if type(parameter) is nn.Parameter
+    )
+    choice = Choice()
+    inside: set[int] = set()
+    for name, block in blocks.items():
+        for prefix, module in block.named_modules():
+            for attribute, parameter in module.named_parameters(recurse=False):
+                if id(parameter) in inside:
+                    continue
+                inside.add(id(parameter))
+                full = ".".join(part for part in (name, prefix, attribute) if part)
+                tied = places[id(parameter)] > 1
+                reason = _why_resident(full, parameter, is_adapter) or (
+                    "tied, or of a module that is used in two places" if tied else ""
+                )
+                if not reason and storages[parameter.untyped_storage()._cdata] > 1:
+                    reason = "in one storage with another parameter"
+                if reason:
+                    choice.keep(reason, parameter)
+                else:
+                    choice.blocks.setdefault(name, []).append(Weight(parameter, full, module, attribute))
+    for parameter in model.parameters():
+        if id(parameter) not in inside:
+            choice.keep("outside of the blocks", parameter)
+    if not choice.blocks:
+        reasons = "; ".join(f"{number} are {why}" for why, (number, _) in choice.resident.items())
+        raise ValueError(
+            f"apply(weights=...) finds no weight of {type(model).__name__} that streams: {reasons}. Blocks "
+            f"are {', '.join([*blocks][:4])}; name others with blocks=, or leave weights out"
+        )
+    return choice
+
+
+def _refuse(model: nn.Module, where: torch.device) -> None:
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    kinds = tuple(
+        getattr(fsdp, kind) for kind in ("FSDPModule", "FullyShardedDataParallel") if fsdp is not None
+    )
+    for name, module in model.named_modules():
+        if kinds and isinstance(module, kinds):
+            raise ValueError(
+                f"apply(weights=...) on {type(model).__name__}, whose parameters FSDP manages "
+                f"({name or 'the model itself'}): it frees and refills them itself. Keep its shards on the "
+                "host with fully_shard(..., offload_policy=CPUOffloadPolicy()), stepped by "
+                "FSDPGPUOptimizerWrapper; and offload activations with apply(mode=...)"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"apply(weights=...) on {type(model).__name__}: {name} is on the meta device and has no "
+                "values; materialise the model on the CPU first"
+            )
+        if parameter.device.type != "cpu" and parameter.device != where:
+            raise ValueError(
+                f"apply(weights=...) on {type(model).__name__}: {name} is on {parameter.device}, and the "
+                f"engine copies to {where}; move the model, or call configure(device=...) first"
+            )
+
+
+def _why_resident(name: str, parameter: Tensor, is_adapter: Callable[[str], bool]) -> str:
+    if is_adapter(name):
+        return "of an adapter"
+    if type(parameter) is not nn.Parameter:
+        return f"of a tensor subclass ({type(parameter).__name__})"
+    if parameter.numel() < LEAST_NUMEL:
+        return f"smaller than {LEAST_NUMEL:,} elements"
+    if (
+        parameter.layout is not torch.strided
+        or parameter.is_inference()
+        or torch.empty_like(parameter, device="meta").stride() != parameter.stride()
+    ):
+        return "not dense in memory"
+    return ""

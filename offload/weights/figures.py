@@ -1,0 +1,79 @@
+"""What streaming did, as a plain value: for the handle's text, reports and explain().
+
+One invariant: a figure is of the last ended step, or of all; none is of a part of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from offload.sizes import bytes_text
+
+__all__ = ["WeightFigures"]
+
+
+@dataclass(slots=True, kw_only=True)
+class WeightFigures:
+    """
+    | name | | unit |
+    |---|---|---|
+    | blocks, kept_blocks | that stream, and those of them that the plan keeps on the device | |
+    | streamed_bytes, limit_bytes | of all streamed weights, and at most on the device | bytes |
+    | resident | of all other parameters, why they are resident: how many, and their bytes | |
+    | in_bytes, out_bytes | of the last step, to the device and to the host | bytes |
+    | stall_ms | of the step before it: compute waited for weights | ms |
+    | hits, misses | uses in the last step that found their block there or on its way, and that did not | |
+    | steps | that have ended with a use | |
+    | compute_ms | of the step that was measured, without waits | ms |
+    | next_gb_ms | what a GB more of weights= would take off a step, by calculation | ms |
+    """
+
+    blocks: int
+    streamed_bytes: int
+    kept_blocks: int = 0
+    limit_bytes: int = 0
+    resident: dict[str, tuple[int, int]] = field(default_factory=dict)
+    in_bytes: int = 0
+    out_bytes: int = 0
+    stall_ms: float = 0.0
+    hits: int = 0
+    misses: int = 0
+    steps: int = 0
+    compute_ms: float | None = None
+    next_gb_ms: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """By name, as plain values for JSON."""
+        return {**asdict(self), "resident": {why: list(what) for why, what in self.resident.items()}}
+
+    def line(self) -> str:
+        """Of what streams, for the handle."""
+        stays = f", {self.kept_blocks} of them kept on the device" if self.kept_blocks else ""
+        rest = sum(nbytes for _, nbytes in self.resident.values())
+        return (
+            f"weights: {self.blocks} block{'s' * (self.blocks != 1)} of {bytes_text(self.streamed_bytes)} "
+            f"wait on the host, at most {bytes_text(self.limit_bytes)} on the device{stays}; "
+            f"{bytes_text(rest)} of others are resident"
+        )
+
+    def __str__(self) -> str:
+        lines = [self.line()]
+        lines += [
+            f"  resident, {why}: {number:,} parameter{'s' * (number != 1)}, {bytes_text(nbytes)}"
+            for why, (number, nbytes) in self.resident.items()
+        ]
+        if not self.steps:
+            return "\n".join([*lines, "  no step has ended yet"])
+        lines.append(
+            f"  last step: {bytes_text(self.in_bytes)} to the device, {bytes_text(self.out_bytes)} to the "
+            f"host; {self.hits:,} uses found their block there or on its way, {self.misses:,} did not; "
+            f"compute waited {self.stall_ms:,.1f} ms in the step before"
+        )
+        if self.compute_ms is not None:
+            gain = "nothing" if not self.next_gb_ms else f"{self.next_gb_ms:,.1f} ms"
+            lines.append(
+                f"  a step computes {self.compute_ms:,.1f} ms between its waits for weights; 1 GB more of "
+                f"weights= would take {gain} off it"
+            )
+        return "\n".join(lines)

@@ -1,0 +1,95 @@
+"""What modules with streamed weights have: hooks of a block's forward, and of state dicts.
+
+One invariant: a copy of a module, by deepcopy or pickle, has hooks that do nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from offload.weights.weight import BlockWeights, Weight
+
+__all__ = ["BlockCalls", "HostState", "refuse_recorded_graphs"]
+
+Close = Callable[[], None] | None
+
+
+class Stream(Protocol):
+    """Who streams the block, as far as hooks ask."""
+
+    def enter(self, block: BlockWeights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Close: ...
+
+    def leave(self, block: BlockWeights, close: Close) -> None: ...
+
+    def host_copy(self, weight: Weight) -> Tensor: ...
+
+    def adopt(self, weight: Weight) -> None: ...
+
+
+class BlockCalls:
+    """The hooks of a block, as `HookPair` calls them."""
+
+    def __init__(self, stream: Stream, block: BlockWeights) -> None:
+        self._stream = stream
+        self._block = block
+        self._compiled: object = None  # that was looked at
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Close:
+        compiled = getattr(module, "_compiled_call_impl", None)
+        if compiled is not self._compiled:
+            refuse_recorded_graphs(module, self._block.name)
+            self._compiled = compiled
+        return self._stream.enter(self._block, args, kwargs)
+
+    def leave(self, close: Close, output: Any, failed: bool) -> None:
+        self._stream.leave(self._block, close)
+
+
+def refuse_recorded_graphs(module: nn.Module, name: str) -> None:
+    """Raises ValueError where the module is compiled with CUDA graphs, which read weights at one address."""
+    compiled = getattr(module, "_compiled_call_impl", None) or module
+    asked = getattr(compiled, "get_compiler_config", None)
+    config = asked() if callable(asked) else None
+    if isinstance(config, dict) and config.get("triton.cudagraphs"):
+        raise ValueError(
+            f"{name} is compiled with CUDA graphs (mode='reduce-overhead', or triton.cudagraphs), which read "
+            "weights at one address, and apply(weights=...) brings them to another one each time; compile it "
+            "without, or leave weights= out"
+        )
+
+
+class HostState:
+    """The module's state_dict() has the host's copy of a weight; load_state_dict(assign=True) is followed."""
+
+    def __init__(self, weight: Weight | None = None) -> None:
+        self._weight: Callable[[], Weight | None] = _of_a_copy if weight is None else weakref.ref(weight)
+
+    def _here(self, module: nn.Module) -> tuple[Weight, Stream] | None:
+        weight = self._weight()
+        stream: Stream | None = None if weight is None else weight.holder()
+        return (weight, stream) if weight and stream and weight.module() is module else None
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """After state_dict(): with keep_vars the parameter itself stays."""
+        if (found := self._here(module)) is not None:
+            weight, stream = found
+            key = prefix + weight.attribute
+            has_it = module._parameters.get(weight.attribute) is weight.parameter
+            if has_it and state.get(key, weight.parameter) is not weight.parameter:
+                state[key] = stream.host_copy(weight)
+
+    def loaded(self, module: nn.Module, keys: Any) -> None:
+        """After load_state_dict()."""
+        if (found := self._here(module)) is not None:
+            found[1].adopt(found[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HostState, ()
+
+
+def _of_a_copy() -> None:
+    """The weight of a copied module."""

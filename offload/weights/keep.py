@@ -1,0 +1,155 @@
+"""Which blocks stay on the device: those with which a step is shortest, by measured compute and the link.
+
+One invariant: a larger limit is never slower, because the plans for a smaller one are among those for it:
+which plans are compared does not depend on the limit, only which of them fit. Numbers only, no torch.
+
+A step is played as the stream runs it: a block is loaded when the link is free and what it takes the room of
+has computed, it leaves when a block that is used earlier needs its room, and a use waits for its load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+__all__ = ["Plan", "best_plans", "first_plan", "least_window", "play"]
+
+_WINDOWS = 4
+"""Windows that are compared: of two blocks, and of one, two and three more."""
+
+_CANDIDATES = 8
+"""Blocks that are looked at for each further one that stays, at equal distances: 80 blocks take a second."""
+
+
+class Plan(NamedTuple):
+    """keep: blocks that stay. window_bytes: for all others, on the device at once."""
+
+    keep: frozenset[int]
+    window_bytes: int
+
+
+def least_window(sizes: Sequence[int]) -> int:
+    """Bytes of a block that computes and one that arrives."""
+    return sum(sorted(sizes)[-2:])
+
+
+def first_plan(sizes: Sequence[int], limit_bytes: int) -> Plan:
+    """Before anything is measured: blocks at equal distances, as many as fit beside the window."""
+    window = least_window(sizes)
+    best: frozenset[int] = frozenset()
+    for number in range(1, len(sizes) + 1):
+        spread = frozenset((2 * at + 1) * len(sizes) // (2 * number) for at in range(number))
+        if sum(sizes[index] for index in spread) + window > limit_bytes:
+            break
+        best = spread
+    return _whole(sizes, limit_bytes) or Plan(best, window)
+
+
+def _whole(sizes: Sequence[int], limit_bytes: int) -> Plan | None:
+    """All blocks, where they fit."""
+    return Plan(frozenset(range(len(sizes))), 0) if sum(sizes) <= limit_bytes else None
+
+
+def play(uses: Sequence[tuple[int, float]], sizes: Sequence[int], plan: Plan, bytes_per_s: float) -> float:
+    """Seconds of a step. uses: (block, seconds that it computes until the next use), as one step after the
+    other repeats them. Kept blocks are there."""
+    keep, number = plan.keep, len(uses)
+    order = [block for block, _ in uses] * 3
+    present: dict[int, float] = {}  # when its load ends
+    free, link, now, begun = plan.window_bytes, 0.0, 0.0, 0.0
+
+    def load(block: int) -> None:
+        nonlocal free, link
+        free -= sizes[block]
+        link = max(link, now) + sizes[block] / bytes_per_s
+        present[block] = link
+
+    def make_room(block: int, able: list[int], at: int) -> bool:
+        """Of the blocks that may go, the one that comes last goes first."""
+        nonlocal free
+        if free + sum(sizes[other] for other in able) < sizes[block]:
+            return False
+        if free < sizes[block] and len(able) > 1:
+            able.sort(key=lambda other: -order.index(other, at))
+        for other in able:
+            if free < sizes[block]:
+                del present[other]
+                free += sizes[other]
+        return True
+
+    def fetch(at: int, stay: int | None) -> None:
+        """What the stream does after a use: `at` is the next one."""
+        seen = {stay}
+        for each in range(at, at + number):
+            block = order[each]
+            if block in keep or block in seen:
+                continue
+            if block not in present:
+                if not make_room(block, [other for other in present if other not in seen], at):
+                    return
+                load(block)
+            seen.add(block)
+
+    for at in range(2 * number):
+        block, seconds = uses[at % number]
+        if at == number:
+            begun = now
+        if block not in keep:
+            if block not in present:
+                make_room(block, [*present], at)
+                load(block)
+            now = max(now, present[block])
+        fetch(at + 1, block)
+        now += seconds
+        fetch(at + 1, None)
+    return now - begun
+
+
+def _chain(
+    uses: Sequence[tuple[int, float]], sizes: Sequence[int], bytes_per_s: float
+) -> Iterator[frozenset[int]]:
+    """Sets of blocks that stay, each one block more than the one before: the block that shortens the step
+    most, and of equal ones the one furthest from those that stay."""
+    window, keep = least_window(sizes), frozenset[int]()
+    compute = sum(seconds for _, seconds in uses)
+    took = play(uses, sizes, Plan(keep, window), bytes_per_s)
+    yield keep
+    while len(keep) < len(sizes) - 2 and took > compute * (1 + 1e-9):
+        rest = [index for index in range(len(sizes)) if index not in keep]
+        step = -(-len(rest) // _CANDIDATES)
+        found = [
+            (play(uses, sizes, Plan(keep | {index}, window), bytes_per_s), -_distance(index, keep), index)
+            for index in rest[step // 2 :: step]
+        ]
+        took, _, chosen = min(found)
+        keep = keep | {chosen}
+        yield keep
+
+
+def _distance(index: int, keep: Collection[int]) -> int:
+    return min((abs(index - other) for other in keep), default=0)
+
+
+def best_plans(
+    uses: Sequence[tuple[int, float]], sizes: Sequence[int], limits: Sequence[int], bytes_per_s: float
+) -> list[tuple[Plan, float]]:
+    """For each limit the plan with the shortest step that fits it, and its seconds; of equal ones the one
+    that takes fewest bytes."""
+    least, largest = least_window(sizes), max(sizes)
+    found: list[tuple[float, int, Plan]] = []
+    for keep in _chain(uses, sizes, bytes_per_s):
+        kept = sum(sizes[index] for index in keep)
+        if kept + least > max(limits):
+            break
+        for more in range(_WINDOWS):
+            plan = Plan(keep, least + more * largest)
+            if (nbytes := kept + plan.window_bytes) <= max(limits):
+                found.append((play(uses, sizes, plan, bytes_per_s), nbytes, plan))
+    whole = _whole(sizes, max(limits))
+    if whole is not None:
+        found.append((play(uses, sizes, whole, bytes_per_s), sum(sizes), whole))
+    best = []
+    for limit in limits:
+        took, _, plan = min((each for each in found if each[1] <= limit), key=lambda each: each[:2])
+        best.append((plan, took))
+    return best

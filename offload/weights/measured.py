@@ -1,0 +1,152 @@
+"""What a step's blocks compute between two uses, and how fast their weights come: measured on the device.
+
+One invariant: nothing here waits. A step's events are read when a later step ends and they have passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.device import Device, Event
+from offload.ids import Owner
+from offload.transfer.admission import Direction
+from offload.transfer.copier import Copier
+from offload.weights.order import Use
+
+__all__ = ["Measured", "MeasuredStep"]
+
+_FIRST = 2
+"""Steps before: in the first the order is learned, in the second what comes after the first one's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """uses: each with the seconds until the next one that were no wait for weights. stall_s: those that were.
+    bytes_per_s: of the copies to the device."""
+
+    uses: tuple[tuple[Use, float], ...]
+    stall_s: float
+    bytes_per_s: float
+
+    @property
+    def compute_s(self) -> float:
+        return sum(seconds for _, seconds in self.uses)
+
+    @property
+    def blocks(self) -> list[tuple[int, float]]:
+        return [(use.block, seconds) for use, seconds in self.uses]
+
+    def longest_pass(self, sizes: list[int]) -> float:
+        """Of the forward and the backward, the larger ratio of what the copies of all blocks take to what
+        they compute."""
+        passes = {use.during for use, _ in self.uses}
+        ratios = []
+        for each in passes:
+            seconds = sum(seconds for use, seconds in self.uses if use.during is each)
+            nbytes = sum(sizes[use.block] for use, _ in self.uses if use.during is each)
+            if seconds:
+                ratios.append(nbytes / self.bytes_per_s / seconds)
+        return max(ratios, default=0.0)
+
+
+class _Sample(NamedTuple):
+    """A use, and the points before and after its wait for its weights."""
+
+    use: Use
+    before: Event
+    after: Event
+
+
+class Measured:
+    """One model's steps. tokens: of a forward's first tensor, rows of its last dimension; None before there
+    was one."""
+
+    def __init__(self, device: Device, copier: Copier) -> None:
+        self._device = device
+        self._copier = copier
+        self.tokens: int | None = None
+        self._ended = 0
+        self._known: int | None = None  # uses of the step that was measured last
+        self._uses = 0
+        self._samples: list[_Sample] = []
+        self._copies: list[tuple[int, Event, Event]] = []
+        self._watching = False
+        self._pending: tuple[list[_Sample], list[tuple[int, Event, Event]]] | None = None
+
+    def look_at(self, arguments: Iterable[Any]) -> None:
+        """Of a block's forward."""
+        for each in arguments:
+            if isinstance(each, torch.Tensor) and each.is_floating_point() and each.dim() > 1:
+                self.tokens = each.numel() // max(1, each.shape[-1])
+                return
+
+    def before_use(self) -> Event | None:
+        self._uses += 1
+        return self._device.record(self._device.compute, timed=True) if self._watching else None
+
+    def after_use(self, use: Use, before: Event | None) -> None:
+        if before is not None:
+            after = self._device.record(self._device.compute, timed=True)
+            self._samples.append(_Sample(use, before, after))
+
+    def on_copy(self, direction: Direction, owner: Owner, nbytes: int, start: Event, end: Event) -> None:
+        """As CopyWatcher."""
+        if direction is Direction.H2D and owner.client == "weights":
+            self._copies.append((nbytes, start, end))
+
+    def step_ended(self) -> MeasuredStep | None:
+        """A step has ended: what an earlier one was measured to be, once it is known."""
+        uses, self._uses = self._uses, 0
+        samples, self._samples = self._samples, []
+        copies, self._copies = self._copies, []
+        found = None
+        if self._pending is not None and self._have_passed(*self._pending):
+            found, self._pending = self._step_of(*self._pending), None
+        if self._watching:
+            self._watching = False
+            self._copier.unwatch(self.on_copy)
+            if len(samples) > 1 and copies:
+                self._pending = samples, copies
+                self._known = uses
+        self._ended += uses > 0
+        if self._ended >= _FIRST and uses != self._known and self._pending is None:
+            self._watching = True
+            self._copier.watch(self.on_copy)
+        return found
+
+    def end(self) -> None:
+        self._copier.unwatch(self.on_copy)
+
+    def _have_passed(self, samples: list[_Sample], copies: list[tuple[int, Event, Event]]) -> bool:
+        poll = self._device.poll
+        return all(poll(sample.after) for sample in samples) and all(poll(end) for _, _, end in copies)
+
+    def _step_of(self, samples: list[_Sample], copies: list[tuple[int, Event, Event]]) -> MeasuredStep | None:
+        def ms(start: Event, end: Event) -> float:
+            return max(0.0, self._device.elapsed_ms(start, end))
+
+        copied_ms = sum(ms(start, end) for _, start, end in copies)
+        nbytes = sum(nbytes for nbytes, _, _ in copies)
+        if not copied_ms:
+            return None
+        between = [ms(one.after, other.before) / 1e3 for one, other in pairwise(samples)]
+        # the last one's compute: as long as its block took in the use before
+        last = next(
+            (
+                seconds
+                for sample, seconds in zip(samples, between, strict=False)
+                if sample.use.block == samples[-1].use.block
+            ),
+            0.0,
+        )
+        seconds = [*between, last]
+        return MeasuredStep(
+            tuple((sample.use, each) for sample, each in zip(samples, seconds, strict=True)),
+            sum(ms(sample.before, sample.after) for sample in samples) / 1e3,
+            nbytes / (copied_ms / 1e3),
+        )

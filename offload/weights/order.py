@@ -1,0 +1,56 @@
+"""Which blocks are used next: what followed the last two uses, the time before.
+
+One invariant: a prediction changes time, never results. A use that was not foretold is loaded when it comes,
+and is foretold the next time.
+
+Two uses are looked at, not one, because a block is used in the forward and in the backward, and the pass is
+part of a use. So the order of the backward, of its recomputes, of an evaluation in between and of
+microbatches is learned as it is seen, and none has to be the mirror of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from typing import NamedTuple
+
+__all__ = ["Order", "Pass", "Use"]
+
+
+class Pass(Enum):
+    FORWARD = "forward"
+    INFERENCE = "inference"  # a forward without gradients
+    BACKWARD = "backward"
+    OUTSIDE = "outside"  # an optimizer's step, a read of the loop's own
+
+
+class Use(NamedTuple):
+    block: int
+    during: Pass
+
+
+class Order:
+    """The uses of one model's blocks, as they come."""
+
+    def __init__(self) -> None:
+        self._after: dict[tuple[Use | None, Use], Use] = {}
+        self._before: Use | None = None
+        self.now: Use | None = None
+
+    def note(self, use: Use) -> bool:
+        """A block is used. False where that goes on from the use before."""
+        if use == self.now:
+            return False
+        if self.now is not None:
+            self._after[self._before, self.now] = use
+        self._before, self.now = self.now, use
+        return True
+
+    def coming(self) -> Iterator[int]:
+        """Blocks in the order of their coming uses, as far as it is known; one may come twice."""
+        before, now = self._before, self.now
+        for _ in range(len(self._after)):
+            if now is None or (use := self._after.get((before, now))) is None:
+                return
+            yield use.block
+            before, now = now, use

@@ -1,0 +1,226 @@
+"""Where a model's streamed parameters live: taken to the host, followed when the loop replaces, converts or
+writes them, and given back.
+
+One invariant: a parameter has all its bytes in at least one place, and a write is never lost between the two:
+the master is written back to, or the device's bytes are dropped because the master is newer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from offload.engine import OffloadEngine
+from offload.errors import OffloadError
+from offload.ids import Owner
+from offload.transfer.admission import Priority
+from offload.weights.residency import CLIENT, Residency
+from offload.weights.saves import pack
+from offload.weights.watched import make_plain, orphan, watch
+from offload.weights.weight import BlockWeights, Weight, has_own_storage
+
+__all__ = ["Parameters"]
+
+_plainly = torch._C.DisableTorchFunctionSubclass
+
+
+class Parameters:
+    """The streamed parameters of some blocks. use: has a weight's block on the device. resized: called when a
+    block's bytes have changed."""
+
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        blocks: Sequence[BlockWeights],
+        residency: Residency,
+        use: Callable[[Weight], None],
+        resized: Callable[[BlockWeights], None],
+    ) -> None:
+        self._engine, self._device = engine, engine.device
+        self._blocks, self._residency = blocks, residency
+        self._use, self._resized = use, resized
+        self._moved_here: list[tuple[Tensor, Tensor]] = []  # not streamed: a tensor, and its data before
+        self._end: Callable[[], object] = list
+
+    # -- to the host, and back -------------------------------------------------------------------------------
+    def take(self, model: nn.Module) -> None:
+        """Every weight goes to the host, and everything else to the device. Blocks the host for the pinning.
+        Raises HostBudgetError; nothing has changed then."""
+        taken: list[Weight] = []
+        try:
+            for block in self._blocks:
+                for weight in block.weights:
+                    self._take_in(weight)
+                    taken.append(weight)
+        except BaseException:
+            self._synchronize()
+            weight.close()
+            for each in taken:
+                self._rest_at_origin(each)
+            raise
+        where, streamed = self._device.torch_device, {id(weight.parameter) for weight in taken}
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if id(tensor) not in streamed and tensor.device != where:
+                self._moved_here.append((tensor, tensor.data))
+                tensor.data = tensor.data.to(where)
+        end = weakref.finalize(model, _model_is_gone, self._engine, self._blocks)
+        end.atexit = False
+        self._end = end.detach
+
+    def _take_in(self, weight: Weight) -> None:
+        """The bytes of the parameter as it is now go to its master; its storage is its own from here on, and
+        freed. Order: [Order: weights out], [Order: weights gone]."""
+        parameter, device = weight.parameter, self._device
+        with torch.no_grad(), _plainly():
+            master = weight.make_master(self._engine.arena)
+            here = parameter.device == device.torch_device
+            if not here:
+                flat = parameter.data.as_strided((parameter.numel(),), (1,), parameter.storage_offset())
+                master.view(parameter.dtype).copy_(flat)
+            if not (here and has_own_storage(parameter)):
+                own = torch.empty_strided(
+                    parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device.torch_device
+                )
+                parameter.data = own.copy_(parameter.data) if here else own
+                del own
+            weight.rest()
+            if here:
+                device.note_write(device.compute, parameter)
+                device.wait(device.d2h, device.record(device.compute), "weights out")
+                pairs = [(master, weight.on_device)]
+                weight.block.left = self._engine.copier.of(Owner(CLIENT, weight.name)).send(pairs)
+                device.wait(device.compute, weight.block.left, "weights gone")
+            device.free(weight.storage)
+        self._engine.hooks.streamed[weight.storage._cdata] = partial(pack, weight=weight, use=self._use)
+        watch(parameter, weight)
+
+    def _rest_at_origin(self, weight: Weight) -> None:
+        """The parameter is torch's own again, where `apply` found it. Its master is whole, and goes."""
+        self._engine.hooks.streamed.pop(weight.storage._cdata, None)
+        for tensor in (weight.parameter, *weight.aliases()):
+            make_plain(tensor, for_good=True)
+        with torch.no_grad():
+            if weight.origin != self._device.torch_device:
+                weight.parameter.data = weight.on_host().clone(memory_format=torch.preserve_format)
+            elif not weight.storage.nbytes():
+                self._device.refill(weight.storage, weight.nbytes)
+                weight.parameter.data.copy_(weight.on_host())
+        weight.close()
+
+    def give_back(self) -> None:
+        """Every weight goes where `apply` found it. Raises torch.OutOfMemoryError where they do not fit; all
+        is as before then. Blocks the host."""
+        here = self._device.torch_device
+        for block in self._blocks:
+            self.take_host_writes(block)
+        self._residency.flush(self._blocks)
+        for block in self._blocks:
+            if not block.present and block.weights[0].origin == here:
+                self._residency.load(block, Priority.REQUIRED)
+        self._synchronize()
+        for block in self._blocks:
+            if block.present and block.weights[0].origin != here:
+                self._residency.drop(block)
+            for weight in block.weights:
+                self._rest_at_origin(weight)
+            block.weights.clear()
+        for tensor, before in self._moved_here:
+            tensor.data = before.copy_(tensor.data)
+        self._end()
+
+    def _synchronize(self) -> None:
+        for lane in (self._device.h2d, self._device.d2h):
+            self._device.synchronize(self._device.record(lane))
+
+    # -- the host's copy -------------------------------------------------------------------------------------
+    def host_copy(self, weight: Weight) -> Tensor:
+        """A view of the newest bytes on the CPU. Blocks the host for a copy that is still to come."""
+        self.take_host_writes(weight.block)
+        self._residency.flush((weight.block,))
+        return weight.on_host()
+
+    def take_host_writes(self, block: BlockWeights) -> None:
+        """Somebody may have written to what `host_copy` gave: the device's bytes are old then."""
+        written = [weight for weight in block.weights if weight.take_host_writes()]
+        if not written:
+            return
+        for weight in written:
+            weight.dirty = False
+        if block.present:
+            self._residency.drop(block)
+        torch.autograd.graph.increment_version([weight.parameter for weight in written])
+        for weight in written:
+            weight.version = weight.parameter._version
+
+    # -- other parameters, or other bytes --------------------------------------------------------------------
+    def set_data(self, weight: Weight, value: Tensor) -> None:
+        """`weight.data = value`: a tensor that nobody else has. Raises OffloadError."""
+        with _plainly():
+            parameter = weight.parameter
+            if value.shape != parameter.shape or value.device != self._device.torch_device:
+                raise OffloadError(
+                    f"{weight.name}.data is set to {tuple(value.shape)} on {value.device}, and the weight "
+                    f"has {tuple(parameter.shape)}, streamed to {self._device.torch_device} (model.to() does "
+                    "so): call remove() on apply's handle first, and apply() again afterwards"
+                )
+            self._forget(weight, f"{weight.name}.data is set")
+            parameter.data = value
+        self._take_again(weight)
+
+    def adopt(self, weight: Weight) -> None:
+        """load_state_dict(assign=True) may have put another parameter in the weight's place, which streams
+        from here on. Raises OffloadError for one of another shape."""
+        found = weight.replaced_by()
+        if found is None:
+            return
+        if found.shape != weight.parameter.shape:
+            raise OffloadError(
+                f"{weight.name} was replaced by a parameter of {tuple(found.shape)}, and "
+                f"{tuple(weight.parameter.shape)} streams; call remove() before, and apply() afterwards"
+            )
+        self._forget(weight, f"{weight.name} was replaced")
+        orphan(weight.parameter)
+        weight.parameter = found
+        self._take_again(weight)
+
+    def _forget(self, weight: Weight, what: str) -> None:
+        """The weight's storage is to be another one. Raises OffloadError inside a forward of its block. what:
+        happens, for the message."""
+        block = weight.block
+        if block.entered:
+            raise OffloadError(f"{what} inside a forward of {block.name}, which uses it; do it outside")
+        if block.present:
+            self._residency.drop(block)
+        self._synchronize()  # the master may go
+        self._engine.hooks.streamed.pop(weight.storage._cdata, None)
+        for alias in weight.aliases():
+            orphan(alias)
+        weight.dirty = False
+
+    def _take_again(self, weight: Weight) -> None:
+        self._take_in(weight)
+        weight.block.count()
+        self._resized(weight.block)
+        self._synchronize()
+
+
+def _model_is_gone(engine: OffloadEngine, blocks: Sequence[BlockWeights]) -> None:
+    """Its host memory goes back behind the copies in flight, and its device memory with the parameters. On
+    any thread, so without a lock."""
+    device = engine.device
+    for block in blocks:
+        if block.arrived is not None:
+            device.wait(device.d2h, block.arrived, "weights home")
+    after = device.record(device.d2h)
+    for home in {id(block.home): block.home for block in blocks if block.present}.values():
+        assert home is not None  # of a present block
+        device.wait(home, after, "weights gone")
+    for block in blocks:
+        for weight in block.weights:
+            engine.hooks.streamed.pop(weight.storage._cdata, None)
+            weight.close_later(after)
+        block.weights.clear()

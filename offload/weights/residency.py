@@ -1,0 +1,238 @@
+"""Loads, drops and write-backs of blocks: how their bytes cross the link, and in which order.
+
+One invariant: beside the blocks that the plan keeps, at most `window_bytes` of streamed weights are on the
+device, unless blocks that are in use, or that somebody else has an alias of, leave no other choice; the
+second is said.
+
+# [Order: weights room]
+# hazard  allocator reuse: `h2d` writes bytes that work issued to `compute` before still uses.
+# edge    h2d waits for an event recorded on the compute lane after the allocation.
+# alive   the parameter's storage.
+# proof   tests/property/test_weight_edges.py, edge "weights room"
+#
+# [Order: weights here]
+# hazard  RAW: a lane reads a weight before `h2d` has written it.
+# edge    the block keeps the event after its way in; each lane that uses it waits for it, once.
+# alive   the parameter's storage; the master belongs to the weight.
+# proof   tests/property/test_weight_edges.py, edge "weights here"
+#
+# [Order: weights out]
+# hazard  RAW: `d2h` copies a trained weight that a lane is still writing.
+# edge    an event on each lane that used the block; d2h waits for them.
+# alive   the parameter's storage, which is freed behind the copy.
+# proof   tests/property/test_weight_edges.py, edge "weights out"
+#
+# [Order: weights home]
+# hazard  RAW: `h2d` reads a master that `d2h` still writes: the lane that fetches ahead need not be the one
+#         that gave the block's bytes back.
+# edge    the block keeps the event of its last way out; h2d waits for it.
+# alive   the weight's section.
+# proof   tests/property/test_weight_edges.py, edge "weights home"
+#
+# [Order: weights gone]
+# hazard  allocator reuse: the lane that the bytes came from gets them back while another lane, or a copy,
+#         still uses them.
+# edge    that lane waits for an event of each other reader, and for the block's copies.
+# alive   nothing has to: the bytes are free behind these events.
+# proof   tests/property/test_weight_edges.py, edge "weights gone"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+
+from offload.device import Device
+from offload.engine import OffloadEngine
+from offload.ids import Owner
+from offload.sizes import bytes_text
+from offload.telemetry.speaker import Once, speaker
+from offload.transfer.admission import Direction, Priority
+from offload.transfer.stalls import Stall
+from offload.weights.weight import BlockWeights, Weight
+
+__all__ = ["CLIENT", "Residency"]
+
+logger = speaker(__name__)
+
+CLIENT = "weights"
+
+
+class Residency:
+    """The device's share of some blocks. window_bytes: of the blocks that the plan does not keep, on the
+    device at once. Called under the engine's lock; blocks the host: never, but for `flush`."""
+
+    def __init__(self, engine: OffloadEngine, blocks: Sequence[BlockWeights], window_bytes: int) -> None:
+        self._engine = engine
+        self.device: Device = engine.device
+        self.blocks = blocks
+        self.window_bytes = window_bytes
+        self.in_bytes = self.out_bytes = 0
+        self.stalls: list[Stall] = []
+        self.present_bytes = self.present_bytes_peak = 0
+        self._said = Once()
+
+    # -- in --------------------------------------------------------------------------------------------------
+    def load(self, block: BlockWeights, priority: Priority) -> bool:
+        """Bring the block in. False, and nothing has moved, where admission or the device's memory refuses
+        one that is not REQUIRED. Order: [Order: weights room], [Order: weights home]."""
+        device, copier, owner = self.device, self._engine.copier, Owner(CLIENT, block.name)
+        lease = copier.ask(block.nbytes, Direction.H2D, owner, priority)
+        if lease is None:
+            return False
+        filled: list[Weight] = []
+        try:
+            for weight in block.weights:
+                device.refill(weight.storage, weight.nbytes)
+                filled.append(weight)
+        except BaseException as error:
+            for weight in filled:
+                device.free(weight.storage)
+            lease.done(None)
+            if isinstance(error, torch.OutOfMemoryError) and priority < Priority.REQUIRED:
+                return False
+            raise
+        block.home = device.compute
+        device.wait(device.h2d, device.record(block.home), "weights room")
+        if block.left is not None:
+            device.wait(device.h2d, block.left, "weights home")
+        pairs = [(weight.on_device, weight.master) for weight in block.weights]
+        block.present = True
+        self.present_bytes += block.nbytes
+        block.readers.clear()
+        try:
+            block.arrived = copier.copy(lease, Direction.H2D, owner, pairs, block.nbytes)
+        except BaseException:
+            lease.done(None)
+            block.arrived = device.record(device.h2d)
+            self.drop(block)
+            raise
+        self.in_bytes += block.nbytes
+        self.present_bytes_peak = max(self.present_bytes_peak, self.present_bytes)
+        return True
+
+    def use(self, block: BlockWeights, order: Iterable[int]) -> bool:
+        """The current lane is about to read the block's weights; whether they were there, or on their way.
+        Order: [Order: weights here]."""
+        device, found = self.device, block.present
+        if not found:
+            if not self.make_room(block, (), order):
+                self._say_over(block)
+            try:
+                self.load(block, Priority.REQUIRED)
+            except torch.OutOfMemoryError:  # what was fetched ahead, or is kept, is worth less
+                for other in self.blocks:
+                    if other.may_leave:
+                        self.drop(other)
+                self.load(block, Priority.REQUIRED)
+        lane = device.compute
+        if id(lane) not in block.readers:
+            block.readers[id(lane)] = lane
+            assert block.arrived is not None
+            timed = not device.poll(block.arrived)
+            before = device.record(lane, timed=True) if timed else None
+            device.wait(lane, block.arrived, "weights here")
+            if before is not None:
+                self.stalls.append(Stall(lane, before, device.record(lane, timed=True)))
+        with torch._C.DisableTorchFunctionSubclass():
+            for weight in block.weights:
+                device.note_read(lane, weight.parameter)
+        return found
+
+    # -- out -------------------------------------------------------------------------------------------------
+    def write_back(self, block: BlockWeights) -> None:
+        """Send what was written on the device to the masters. Order: [Order: weights out]; who wrote has
+        waited for the way in, so the master is read no more."""
+        device = self.device
+        written = [weight for weight in block.weights if weight.dirty]
+        if not written:
+            return
+        for lane in block.readers.values():
+            device.wait(device.d2h, device.record(lane), "weights out")
+        pairs = [(weight.master, weight.on_device) for weight in written]
+        block.left = self._engine.copier.of(Owner(CLIENT, block.name)).send(pairs)
+        for weight in written:
+            weight.dirty = False
+            self.out_bytes += weight.nbytes
+
+    def drop(self, block: BlockWeights) -> None:
+        """Take the block off the device: without a copy where the masters are its bytes. Order: [Order:
+        weights gone]."""
+        device, home = self.device, block.home
+        assert home is not None  # it is present
+        self.write_back(block)
+        for lane in block.readers.values():
+            if lane is not home:
+                device.wait(home, device.record(lane), "weights gone")
+        for event in (block.arrived, block.left):
+            if event is not None:
+                device.wait(home, event, "weights gone")
+        for weight in block.weights:
+            device.free(weight.storage)
+        block.present = False
+        self.present_bytes -= block.nbytes
+        block.readers.clear()
+
+    def flush(self, blocks: Collection[BlockWeights]) -> None:
+        """The masters of these blocks are whole. Blocks the host until they are."""
+        for block in blocks:
+            self.write_back(block)
+        for block in blocks:
+            if block.left is not None:
+                self.device.synchronize(block.left)
+
+    # -- room ------------------------------------------------------------------------------------------------
+    def make_room(self, coming: BlockWeights, stay: Collection[int], order: Iterable[int]) -> bool:
+        """Drop blocks until `coming` fits: not those that the plan keeps, nor those in `stay`; first the one
+        that comes last in `order`. False, and none has left, where that is not enough. A block that the plan
+        keeps has room of its own."""
+        if coming.keep:
+            return True
+        here = [block for block in self.blocks if block.present and not block.keep]
+        excess = sum(block.nbytes for block in here) + coming.nbytes - self.window_bytes
+        if excess <= 0:
+            return True
+        able = [block for block in here if block.index not in stay and block.may_leave]
+        if sum(block.nbytes for block in able) < excess:
+            return False
+        if len(able) > 1:
+            ranks: dict[int, int] = {}
+            for rank, index in enumerate(order):
+                ranks.setdefault(index, rank)
+            able.sort(key=lambda block: -ranks.get(block.index, len(ranks) + len(self.blocks)))
+        for block in able:
+            if excess > 0:
+                excess -= block.nbytes
+                self.drop(block)
+        return True
+
+    def trim(self) -> None:
+        """Drop what is beyond the window of a new plan."""
+        here = [block for block in self.blocks if block.present and not block.keep]
+        excess = sum(block.nbytes for block in here) - self.window_bytes
+        for block in here:
+            if excess > 0 and block.may_leave:
+                excess -= block.nbytes
+                self.drop(block)
+
+    def _say_over(self, coming: BlockWeights) -> None:
+        """Once: more is on the device than was asked for."""
+        held = [
+            weight.name
+            for block in self.blocks
+            if block.present and not (block.entered or block.keep)
+            for weight in block.weights
+            if weight.is_held_elsewhere
+        ]
+        if held and self._said.first("held"):
+            logger.warning(
+                "more weights are on the device than weights= allows, %s beyond a window of %s: %d of them "
+                "(the first: %s) cannot leave, because something else holds their memory: a tensor made of "
+                ".data or .detach() inside a forward, or what was saved for a backward under hooks that "
+                "hide it. Drop it, or name fewer blocks",
+                bytes_text(coming.nbytes),
+                bytes_text(self.window_bytes),
+                len(held),
+                held[0],
+            )

@@ -1,0 +1,382 @@
+"""The weights of one model's blocks on the host, and each block's on the device when it is used.
+
+    forward of a block      loads it if nobody foretold it; its weights are torch's own Parameters inside
+                            saves of a weight become (weight, layout); afterwards the class watches again
+    backward                a read of such a save, or the block's recompute, loads it
+    after each              what comes next is fetched, into the room of what comes last
+
+One invariant: a loop computes what it computes without this, bit for bit. Predictions and plans change only
+when bytes move.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from offload.client import Client
+from offload.engine import OffloadEngine
+from offload.errors import CaptureError
+from offload.params.sections import check_budget
+from offload.saved.hooks import inside_checkpoint
+from offload.sizes import bytes_text
+from offload.telemetry.records import ClientStats
+from offload.telemetry.speaker import Once, speaker
+from offload.transfer.admission import Priority
+from offload.transfer.stalls import Stall, total_ms
+from offload.weights.choose import Choice
+from offload.weights.figures import WeightFigures
+from offload.weights.hooks import HostState
+from offload.weights.keep import Plan, best_plans, first_plan, least_window
+from offload.weights.measured import Measured, MeasuredStep
+from offload.weights.order import Order, Pass, Use
+from offload.weights.parameters import Parameters
+from offload.weights.residency import CLIENT, Residency
+from offload.weights.watched import make_plain, watch
+from offload.weights.weight import BlockWeights, Weight
+
+__all__ = ["WeightStream"]
+
+logger = speaker(__name__)
+
+_TOO_SLOW = 1.2
+"""Of a step with all weights on the device: what takes longer is said."""
+
+
+class _TakesNothing:
+    """A scope under which saves stay as they are, but for those of streamed weights."""
+
+    min_elements = 1 << 62
+
+    def take(self, tensor: Tensor) -> None:
+        return None
+
+    def note_replayed(self, tensor: Tensor) -> None:
+        return None
+
+
+def _outside_transforms() -> AbstractContextManager[object]:
+    """What moves is no part of what torch.func transforms."""
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return temporarily_clear_interpreter_stack() if is_transformed else nullcontext()
+
+
+class WeightStream(Client):
+    """Of one model. limit_bytes: of streamed weights on the device at once; None for as few as a pass needs.
+
+    Raises ValueError where two blocks do not fit into the limit, HostBudgetError where the host has no room;
+    nothing has changed then. Blocks the host while memory is pinned and the weights move.
+    """
+
+    name = CLIENT
+
+    def __init__(
+        self, engine: OffloadEngine, model: nn.Module, choice: Choice, limit_bytes: int | None
+    ) -> None:
+        self._engine = engine
+        self._device = engine.device
+        self._lock = engine.lock
+        self.model_name = type(model).__name__
+        self.choice = choice
+        self.blocks = [
+            BlockWeights(index, name, engine.device, weights)
+            for index, (name, weights) in enumerate(choice.blocks.items())
+        ]
+        self._sizes = [block.nbytes for block in self.blocks]
+        least = least_window(self._sizes)
+        if limit_bytes is not None and limit_bytes < least:
+            raise ValueError(
+                f"weights={bytes_text(limit_bytes)} for {self.model_name}: one block computes while the next "
+                f"arrives, and the two largest take {bytes_text(least)} together; give at least that, or "
+                'weights="host" for no more than that'
+            )
+        what = f"the streamed weights of {self.model_name}"
+        check_budget(engine.arena, sum(self._sizes), what, "name fewer blocks")
+        self._asked_bytes = limit_bytes or 0
+        self.limit_bytes = max(self._asked_bytes, least)
+        self.residency = Residency(engine, self.blocks, least)
+        self.order = Order()
+        self.figures = WeightFigures(
+            blocks=len(self.blocks), streamed_bytes=sum(self._sizes), resident=choice.resident
+        )
+        self._take_plan(first_plan(self._sizes, self.limit_bytes))
+        self._measured = Measured(engine.device, engine.copier)
+        self._hits = self._misses = 0
+        self._moved = (0, 0)
+        self._stalls: list[Stall] = []
+        self._said = Once()
+        self._handles: list[Any] = []
+        self.removed = False
+        reference = weakref.ref(self)
+        for block in self.blocks:
+            for weight in block.weights:
+                weight.holder = reference
+        self._parameters = Parameters(engine, self.blocks, self.residency, self._use_saved, self._resized)
+        self._parameters.take(model)
+        for weight in (weight for block in self.blocks for weight in block.weights):
+            module, hook = weight.module(), HostState(weight)
+            assert module is not None  # the model has it
+            self._handles.append(module.register_state_dict_post_hook(hook))
+            self._handles.append(module.register_load_state_dict_post_hook(hook.loaded))
+        engine.attach(self)
+
+    # -- forwards of blocks ----------------------------------------------------------------------------------
+    def enter(
+        self, block: BlockWeights, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], None] | None:
+        """A forward of the block begins, or a recompute. Blocks the host: never."""
+        with self._lock:
+            self._used(block, Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE)
+            block.entered += 1
+            for weight in block.weights:
+                make_plain(weight.parameter)
+            if self._measured.tokens is None:
+                self._measured.look_at((*args, *kwargs.values()))
+        self._say_casts(block)
+        return self._open_pair((block,))
+
+    def _open_pair(self, blocks: Collection[BlockWeights]) -> Callable[[], None] | None:
+        """What is saved of the blocks' weights from here on keeps no bytes, until the function that is
+        returned is called. A checkpoint keeps none in its forward, and in its recompute an alias. Where torch
+        admits no saved-tensor hooks the blocks stay, which is said once."""
+        hooks = self._engine.hooks
+        if not torch.is_grad_enabled() or hooks.sees_saves():
+            return None
+        if inside_checkpoint():
+            return hooks.pop_aliases if hooks.push_aliases() else None
+        if (
+            torch._C._functorch.peek_interpreter_stack() is None
+            and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        ):
+            return partial(hooks.pop, hooks.push(_TakesNothing()))
+        for block in blocks:
+            block.pinned = True
+        if self._said.first("transformed"):
+            logger.warning(
+                "%s runs inside a transform of torch.func (grad, vjp, vmap, ...) or "
+                "disable_saved_tensors_hooks(), where torch admits no saved-tensor hooks: the weights that "
+                "it uses there stay on the device until remove(). torch.autograd.grad() and backward() have "
+                "no such limit",
+                self.model_name,
+            )
+        return None
+
+    def leave(self, block: BlockWeights, close: Callable[[], None] | None) -> None:
+        """It is over, or was left by an exception."""
+        if close is not None:
+            close()
+        with self._lock:
+            self._released(block)
+            if not self.removed:
+                with _outside_transforms():
+                    self._fetch_ahead(())
+
+    def _released(self, block: BlockWeights) -> None:
+        block.entered -= 1
+        if block.entered or self.removed:
+            return
+        for weight in block.weights:
+            if weight.parameter._version != weight.version:
+                self.wrote(weight)
+            watch(weight.parameter, weight)
+
+    def _used(self, block: BlockWeights, during: Pass) -> None:
+        """The current lane is about to use the block; in a backward, whatever `during` says."""
+        if self._device.is_capturing():
+            raise CaptureError(
+                f"a CUDA graph is captured over {block.name}, whose weights are on the host and come "
+                "to other addresses each time; capture what is outside of the streamed blocks, or leave "
+                "weights= out"
+            )
+        if torch._C._current_graph_task_id() != -1:
+            during = Pass.BACKWARD
+        use = Use(block.index, during)
+        is_new = self.order.note(use)
+        with _outside_transforms():
+            self._parameters.take_host_writes(block)
+            before = self._measured.before_use() if is_new else None
+            found = self.residency.use(block, self.order.coming())
+            if not is_new:
+                return
+            self._hits += found
+            self._misses += not found
+            self._measured.after_use(use, before)
+            self._fetch_ahead((block.index,))
+
+    def _fetch_ahead(self, stay: Collection[int]) -> None:
+        """Fetch what comes next, as long as it fits beside what comes before it."""
+        seen = set(stay)
+        for index in self.order.coming():
+            if index in seen:
+                continue
+            block = self.blocks[index]
+            if not block.present:
+                if not self.residency.make_room(block, seen, self.order.coming()):
+                    return
+                if not self.residency.load(block, Priority.SPECULATIVE):
+                    return
+            seen.add(index)
+            if len(seen) == len(self.blocks):
+                return
+
+    def _use_saved(self, weight: Weight) -> None:
+        """Before a save of the weight is read."""
+        with self._lock:
+            if not self.removed:
+                self._used(weight.block, Pass.BACKWARD)
+
+    def _say_casts(self, block: BlockWeights) -> None:
+        kind = self._device.torch_device.type
+        if torch.is_autocast_enabled(kind) and self._said.first("autocast"):
+            cast = torch.get_autocast_dtype(kind)
+            wide = [w for w in block.weights if w.parameter.dtype == torch.float32 != cast]
+            if wide:
+                logger.warning(
+                    "%s is in float32 and runs under autocast to %s: each cast of a weight is saved for the "
+                    "backward, and stays on the device as without weights=. Convert frozen blocks to %s, "
+                    "which halves what crosses the link too",
+                    block.name,
+                    cast,
+                    cast,
+                )
+
+    # -- reads and writes from outside -----------------------------------------------------------------------
+    @contextmanager
+    def hold(self, weights: Collection[Weight]) -> Iterator[None]:
+        """As Holder."""
+        blocks = list({id(weight.block): weight.block for weight in weights}.values())
+        held: list[BlockWeights] = []
+        close: Callable[[], None] | None = None
+        try:
+            with self._lock:
+                for block in blocks:
+                    self._used(block, Pass.OUTSIDE)
+                    block.entered += 1
+                    held.append(block)
+            close = self._open_pair(blocks)
+            yield
+        finally:
+            if close is not None:
+                close()
+            with self._lock:
+                for block in held:
+                    self._released(block)
+
+    def wrote(self, weight: Weight) -> None:
+        """As Holder."""
+        weight.dirty = True
+        with torch._C.DisableTorchFunctionSubclass():
+            weight.version = weight.parameter._version
+            self._device.note_write(self._device.compute, weight.parameter)
+
+    def set_data(self, weight: Weight, value: Tensor) -> None:
+        """As Holder."""
+        with self._lock:
+            self._parameters.set_data(weight, value)
+
+    def host_copy(self, weight: Weight) -> Tensor:
+        """As Holder. Blocks the host for a copy that is still to come."""
+        with self._lock:
+            return self._parameters.host_copy(weight)
+
+    def adopt(self, weight: Weight) -> None:
+        """As `Parameters.adopt`."""
+        with self._lock:
+            self._parameters.adopt(weight)
+
+    def _resized(self, block: BlockWeights) -> None:
+        self._sizes[block.index] = block.nbytes
+        self.limit_bytes = max(self._asked_bytes, least_window(self._sizes))
+        self._take_plan(first_plan(self._sizes, self.limit_bytes))
+
+    def _say_replaced(self) -> None:
+        """At a step's end, when no functional_call has put others in their place for its own duration."""
+        weights = [weight for block in self.blocks if not block.entered for weight in block.weights]
+        replaced = [weight.name for weight in weights if weight.replaced_by() is not None]
+        if replaced and self._said.first("replaced"):
+            logger.warning(
+                "%d streamed weights have another parameter in their place (the first: %s), which is "
+                "resident; call remove() and apply() again to have it stream, or use "
+                "load_state_dict(assign=True), which is followed",
+                len(replaced),
+                replaced[0],
+            )
+
+    # -- steps -----------------------------------------------------------------------------------------------
+    def end_step(self) -> ClientStats:
+        """As Client."""
+        stalls, self._stalls, self.residency.stalls = self._stalls, self.residency.stalls, []
+        stall_ms = total_ms(self._device, stalls)
+        moved = self.residency.in_bytes, self.residency.out_bytes
+        figures = self.figures
+        if self._hits + self._misses:
+            figures.steps += 1
+            figures.in_bytes, figures.out_bytes = moved[0] - self._moved[0], moved[1] - self._moved[1]
+            figures.hits, figures.misses, figures.stall_ms = self._hits, self._misses, stall_ms
+        self._moved, self._hits, self._misses = moved, 0, 0
+        if (step := self._measured.step_ended()) is not None:
+            self._plan_with(step)
+        self._say_replaced()
+        return ClientStats(
+            lent_bytes=sum(self._sizes),
+            device_bytes=self.residency.present_bytes,
+            stall_ms=stall_ms,
+            stall_count=len(stalls),
+        )
+
+    def _plan_with(self, step: MeasuredStep) -> None:
+        sizes, rate = self._sizes, step.bytes_per_s
+        self.figures.compute_ms = step.compute_s * 1e3
+        limits = self.limit_bytes, self.limit_bytes + 10**9
+        (plan, took_s), (_, with_more_s) = best_plans(step.blocks, sizes, limits, rate)
+        self.figures.next_gb_ms = (took_s - with_more_s) * 1e3
+        self._take_plan(plan)
+        if self._device.pins and 0 < step.compute_s * _TOO_SLOW < took_s:
+            self._say_link(took_s / step.compute_s, step.longest_pass(sizes))
+
+    def _take_plan(self, plan: Plan) -> None:
+        self.plan = plan
+        for block in self.blocks:
+            block.keep = block.index in plan.keep
+        self.residency.window_bytes = plan.window_bytes
+        self.residency.trim()
+        self.figures.kept_blocks, self.figures.limit_bytes = len(plan.keep), self.limit_bytes
+
+    def _say_link(self, slower: float, longer: float) -> None:
+        if not self._said.first("link"):
+            return
+        tokens = self._measured.tokens
+        hides = (
+            ""
+            if tokens is None
+            else f" It would hide from about {round(tokens * longer):,} tokens a "
+            f"forward on; this one has {tokens:,}."
+        )
+        logger.warning(
+            "%s: the link makes a step %.0f%% longer than with all weights on the device: a block's weights "
+            "take longer to come than the block computes.%s Give weights= more bytes (explain() has what the "
+            "next GB gains), or more tokens to a forward",
+            self.model_name,
+            (slower - 1) * 100,
+            hides,
+        )
+
+    # -- the end ---------------------------------------------------------------------------------------------
+    def remove(self) -> None:
+        """Return the weights to where `apply` found them. Raises torch.OutOfMemoryError where they do not
+        fit, and goes on streaming then. Blocks the host."""
+        with self._lock:
+            if not self.removed:
+                self._parameters.give_back()
+                self.removed = True
+                for handle in self._handles:
+                    handle.remove()
+                self._measured.end()
+                self._engine.detach(self)

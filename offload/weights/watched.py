@@ -1,0 +1,318 @@
+"""The class that streamed weights have while no forward of their block runs: whoever reads or writes one gets
+the bytes, wherever they are, and who writes is seen.
+
+One invariant: between two forwards nothing in Python reaches the bytes of a streamed weight, or of an alias
+of it, unless its block is on the device and pinned for that call. What would hand out the address itself is
+refused: it would outlive the bytes.
+
+# Note: [Lists of weights]
+# An optimizer with foreach or fused hands all weights to one call. Such calls compute each tensor by itself,
+# so they are made block by block, and no more blocks are on the device than otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types
+
+from offload.errors import OffloadError
+from offload.params.watched import READ_NO_BYTES, Watched, accessors, methods, untouched, watched_in
+from offload.weights.weight import Weight
+
+__all__ = ["Holder", "StreamedWeight", "make_plain", "orphan", "owner_of", "watch"]
+
+_OWNER = "_offload_weight"  # attribute of what is watched: a weak reference to its Weight
+
+_SET_DATA = accessors("data", "__set__")
+_MAKE_ALIAS = accessors("data", "__get__") | methods("detach")
+_AS_ARRAY = methods("numpy __array__")
+_NO_BYTES = (
+    READ_NO_BYTES
+    | accessors("is_cuda is_meta is_sparse is_quantized is_nested nbytes itemsize output_nr", "__get__")
+    | accessors("_base", "__get__")
+    | accessors("requires_grad", "__set__")
+    | accessors("_backward_hooks _post_accumulate_grad_hooks", "__get__", "__set__")
+    | methods("requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad get_device")
+    | methods("is_complex is_conj is_neg is_inference is_pinned _is_view storage_offset __len__ nelement")
+    | methods("ndimension new_empty new_zeros")
+    | methods("is_complex is_floating_point numel empty_like zeros_like ones_like", torch)
+    | methods("_has_compatible_shallow_copy_type", torch)
+)
+"""What reads and writes no element."""
+_ADDRESS = methods(
+    "data_ptr const_data_ptr untyped_storage storage _typed_storage __dlpack__ share_memory_ set_ resize_ "
+    "resize_as_"
+) | {Tensor.__cuda_array_interface__.fget}  # type: ignore[attr-defined]
+"""What hands out an address, or changes it."""
+
+_LISTS = re.compile("_foreach_|_fused_|_amp_foreach_")
+"""Names of calls that compute each tensor of their lists by itself."""
+
+
+class Holder(Protocol):
+    """Who streams the weights."""
+
+    def hold(self, weights: Collection[Weight]) -> AbstractContextManager[None]:
+        """Inside, their blocks are on the device, for the current lane."""
+
+    def wrote(self, weight: Weight) -> None:
+        """The current lane has written it."""
+
+    def set_data(self, weight: Weight, value: Tensor) -> None:
+        """`weight.data = value`."""
+
+    def host_copy(self, weight: Weight) -> Tensor:
+        """A view of its master on the CPU, which has the newest bytes."""
+
+
+class StreamedWeight(Watched):
+    """A streamed weight, or an alias of one."""
+
+    comes_and_goes = True
+
+    @classmethod
+    def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if func in _NO_BYTES:
+            return untouched(func, args, kwargs)
+        found = list(watched_in((args, kwargs), StreamedWeight))
+        owners = [owner_of(tensor) for tensor in found]
+        if func in _SET_DATA:
+            return _set_data(args[0], args[1])
+        if func in _ADDRESS:
+            raise OffloadError(
+                f"{getattr(func, '__name__', func)}() of {owners[0].name}, whose bytes apply(weights=...) "
+                "brings to the device and takes away again: an address would outlive them. Use clone(), or "
+                "state_dict(), or call remove() on apply's handle first"
+            )
+        if func in _MAKE_ALIAS:
+            _refuse_broadcast(owners[0])
+            return _aliases_in(untouched(func, args, kwargs), owners)
+        for other in {type(each) for each in watched_in((args, kwargs), Watched)} - {cls}:
+            other.make_ready((args, kwargs))
+        pieces = _pieces(args, kwargs) if _LISTS.match(getattr(func, "__name__", "")) else ()
+        if len(pieces) < 2:
+            return _run(func, args, kwargs)
+        results = [_run(func, *_part(args, kwargs, piece, pieces[-1].stop)) for piece in pieces]
+        return None if results[0] is None else [each for result in results for each in result]
+
+    @classmethod
+    def make_ready(cls, found: Any) -> None:
+        for tensor in watched_in(found, StreamedWeight):
+            weight = owner_of(tensor)
+            with holder_of(weight).hold((weight,)):
+                pass
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """On the CPU: a copy of the model costs no device memory."""
+        if id(self) not in memo:
+            if not self.is_leaf:
+                raise RuntimeError(
+                    "only leaves of the autograd graph can be copied by deepcopy; detach first"
+                )
+            copied = _on_host(self).clone(memory_format=torch.preserve_format)
+            memo[id(self)] = (
+                nn.Parameter(copied, self.requires_grad)
+                if is_parameter(self)
+                else copied.requires_grad_(self.requires_grad)
+            )
+        return memo[id(self)]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        weight = owner_of(self)
+        with holder_of(weight).hold((weight,)):
+            plain = untouched(Tensor.detach, (self,), {})
+            text = repr(nn.Parameter(plain, self.requires_grad) if is_parameter(self) else plain)
+        return text
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        on_host = _on_host(self)
+        if is_parameter(self):
+            return torch._utils._rebuild_parameter, (on_host, self.requires_grad, OrderedDict())
+        return on_host.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+
+# as torch's own DTensor does: an optimizer takes foreach by default where all weights are of these types
+_foreach_supported_types.append(StreamedWeight)
+
+
+# -- putting the class in place ------------------------------------------------------------------------------
+def watch(tensor: Tensor, weight: Weight) -> None:
+    """From now on whoever touches the tensor is seen. tensor: the parameter, or a plain alias of it."""
+    said = vars(tensor)
+    if _OWNER not in said:
+        said[_OWNER] = weakref.ref(weight)
+    if type(tensor) is nn.Parameter:
+        said["_is_param"] = True
+    tensor.__class__ = StreamedWeight
+
+
+def make_plain(tensor: Tensor, *, for_good: bool = False) -> None:
+    """torch's own class again. for_good: nobody owns it any more."""
+    said = vars(tensor)
+    if type(tensor) is StreamedWeight:
+        plain: Any = nn.Parameter if said.pop("_is_param", False) else Tensor
+        tensor.__class__ = plain
+    if for_good:
+        said.pop(_OWNER, None)
+
+
+def orphan(tensor: Tensor) -> None:
+    """Its bytes are gone: who touches it gets an error."""
+    vars(tensor)[_OWNER] = _nobody
+
+
+def _nobody() -> None:
+    """Owns what is orphaned."""
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+def owner_of(tensor: Tensor) -> Weight:
+    """Raises OffloadError where the weight is streamed no more: its module has another one by now."""
+    weight: Weight | None = vars(tensor)[_OWNER]()
+    if weight is None or weight.holder() is None:
+        raise OffloadError(
+            f"a weight of shape {tuple(tensor.shape)} was streamed, and its module has another parameter in "
+            "its place since, or the model is gone: its bytes are gone with it. Read it before"
+        )
+    return weight
+
+
+def holder_of(weight: Weight) -> Holder:
+    found: Holder | None = weight.holder()
+    assert found is not None  # owner_of has looked
+    return found
+
+
+# -- doing what was asked ------------------------------------------------------------------------------------
+def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    found = list(watched_in((args, kwargs), StreamedWeight))
+    owners = [owner_of(tensor) for tensor in found]
+    if not owners:
+        return func(*args, **kwargs)
+    holder = holder_of(owners[0])
+    with holder.hold(owners):
+        if func in _AS_ARRAY:  # of a copy: an array would outlive the bytes, and what is written be lost
+            with torch.no_grad() if kwargs.get("force") else nullcontext():
+                result = untouched(func, (untouched(Tensor.clone, args[:1], {}), *args[1:]), kwargs)
+            result.setflags(write=False)
+            return result
+        versions = [_version(tensor) for tensor in found]
+        result = untouched(func, args, kwargs)
+        name = str(getattr(func, "__name__", ""))
+        silent = "fused" in name or kwargs.get("out") is not None
+        for tensor, weight, version in zip(found, owners, versions, strict=True):
+            if silent or _version(tensor) != version:
+                holder.wrote(weight)
+        return _aliases_in(result, owners)
+
+
+def _version(tensor: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return -1 if tensor.is_inference() else tensor._version
+
+
+def _aliases_in(result: Any, owners: Sequence[Weight]) -> Any:
+    """The result, of which the tensors that share memory with a weight are watched."""
+    storages = {weight.storage._cdata: weight for weight in owners}
+    for tensor in _plain_in(result):
+        try:
+            weight = storages.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # a wrapper has none
+            continue
+        if weight is not None:
+            watch(tensor, weight)
+            weight.watch_alias(tensor)
+    return result
+
+
+def _plain_in(result: Any) -> Iterator[Tensor]:
+    if type(result) is Tensor:
+        yield result
+    elif isinstance(result, (tuple, list)):
+        for each in result:
+            yield from _plain_in(each)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """The tensor's elements on the CPU, in the master."""
+    weight = owner_of(tensor)
+    on_host = holder_of(weight).host_copy(weight)
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.dtype != on_host.dtype:
+            on_host = on_host.view(tensor.dtype)
+        return on_host.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _set_data(tensor: Tensor, value: Tensor) -> None:
+    if not isinstance(tensor, StreamedWeight):  # the value is one: the other tensor shares its memory
+        with torch._C.DisableTorchFunctionSubclass():
+            tensor.data = value
+        _aliases_in(tensor, [owner_of(value)])
+        return
+    weight = owner_of(tensor)
+    if tensor is not weight.parameter:  # an alias goes its own way from here on
+        make_plain(tensor, for_good=True)
+        tensor.data = value
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.is_set_to(value):
+            return
+    with holder_of(weight).hold((weight,)), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        own = torch.empty_like(value, memory_format=torch.preserve_format).copy_(value)
+    holder_of(weight).set_data(weight, own)
+
+
+def _refuse_broadcast(weight: Weight) -> None:
+    """DDP's constructor hands the result to C++, which would read bytes that are not there."""
+    frame = sys._getframe(3)
+    for _ in range(4):
+        if frame.f_code.co_name == "_sync_module_states" and "distributed" in frame.f_code.co_filename:
+            raise OffloadError(
+                f"DistributedDataParallel(model) of a model whose weights are on the host ({weight.name}, "
+                f"{weight.nbytes:,} bytes): its constructor sends them from C++, which sees no bytes. Build "
+                "it first, then call apply(weights=...) on the model inside; or give it init_sync=False "
+                "where all ranks have the same weights"
+            )
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+
+
+# -- Note: [Lists of weights] --------------------------------------------------------------------------------
+def _pieces(args: Any, kwargs: Any) -> list[range]:
+    """The ranges of a call's lists that each need one block; one, or none, where it has no such lists."""
+    lists = [
+        given
+        for given in (*args, *kwargs.values())
+        if isinstance(given, (list, tuple)) and any(isinstance(each, StreamedWeight) for each in given)
+    ]
+    if not lists or any(len(given) != len(lists[0]) for given in lists):
+        return []
+    starts, last = [0], None
+    for at, row in enumerate(zip(*lists, strict=True)):
+        block = next((owner_of(t).block for t in row if isinstance(t, StreamedWeight)), last)
+        if block is not last and last is not None:
+            starts.append(at)
+        last = block
+    ends = [*starts[1:], len(lists[0])]
+    return [range(start, end) for start, end in zip(starts, ends, strict=True)]
+
+
+def _part(args: Any, kwargs: Any, piece: range, length: int) -> tuple[Any, Any]:
+    def of(given: Any) -> Any:
+        is_list = isinstance(given, (list, tuple)) and len(given) == length
+        return given[piece.start : piece.stop] if is_list else given
+
+    return [of(each) for each in args], {key: of(each) for key, each in kwargs.items()}

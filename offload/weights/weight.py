@@ -1,0 +1,211 @@
+"""One streamed weight, and the block that it goes with: where its bytes are, and whose copy is the newer.
+
+A block and its weights hold each other, until the model or the stream ends.
+
+One invariant: the parameter object, its autograd identity and its storage object stay the same from `apply`
+to `remove`. Only the storage's bytes come and go, so views and saved aliases follow them.
+
+    master    the weight's bytes in pinned host memory, in the order of the device's memory
+    dirty     the device's bytes are newer than the master
+    alias     a tensor over the same storage that a read from outside was given, watched as the weight is
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.device import Device, Event, Lane
+from offload.memory.arena import HostArena
+from offload.params.layout import lay_out
+from offload.params.sections import FlatSpec, HostSection
+
+__all__ = ["BlockWeights", "Weight", "bytes_over", "has_own_storage"]
+
+_use_count = torch._C._storage_Use_Count
+_FLAT = "weights"
+
+
+def bytes_over(storage: torch.UntypedStorage) -> Tensor:
+    """All bytes of a storage: 1-D, uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+        storage, 0, (storage.nbytes(),), (1,)
+    )
+
+
+def has_own_storage(tensor: Tensor) -> bool:
+    """Whether nobody else has the tensor's storage, which can be freed and refilled and has no byte more."""
+    storage = tensor.untyped_storage()
+    return (
+        tensor.storage_offset() == 0
+        and storage.nbytes() == tensor.numel() * tensor.element_size()
+        and storage.resizable()
+        and _use_count(storage._cdata) == 2  # the tensor, and this object
+    )
+
+
+def _nobody() -> None:
+    """Of a weight that is not streamed."""
+
+
+class Weight:
+    """A parameter of a block, from the moment on which its bytes are in `master`.
+
+    | name | | written by |
+    |---|---|---|
+    | parameter, storage | the user's parameter, and its storage on the device | `rest` |
+    | on_device | the storage's bytes, with or without them: 1-D, uint8 | `rest` |
+    | nbytes | of the parameter as it is now | `make_master` |
+    | module, attribute | where the module had it when it was found | the constructor |
+    | master | pinned host bytes | `rest` |
+    | dirty | the device's bytes are newer | whoever sees a write |
+    | version | of the parameter when it was last looked at | `WeightStream` |
+    | origin | where apply found it | the constructor |
+    | block, holder | its BlockWeights, and a weak reference to its WeightStream | they |
+    """
+
+    def __init__(self, parameter: nn.Parameter, name: str, module: nn.Module, attribute: str) -> None:
+        self.parameter: Tensor = parameter
+        self.name = name
+        self.module = weakref.ref(module)
+        self.attribute = attribute
+        self.origin = parameter.device
+        self.nbytes = parameter.numel() * parameter.element_size()
+        self.dirty = False
+        self.version = parameter._version
+        self.block: BlockWeights
+        self.holder: Callable[[], Any] = _nobody
+        self.unswappable = weakref.ref(parameter)  # torch.utils.swap_tensors refuses what has one
+        self.storage: torch.UntypedStorage
+        self.on_device: Tensor
+        self._section: HostSection | None = None
+        self._aliases: list[weakref.ref[Tensor]] = []
+        self._on_host: Tensor | None = None
+        self._host_version = 0
+
+    def make_master(self, arena: HostArena) -> Tensor:
+        """Host bytes for the parameter as it is now. Blocks the host for the pinning. Raises
+        HostBudgetError."""
+        self.nbytes = self.parameter.numel() * self.parameter.element_size()
+        if self._section is None or self.master.numel() != self.nbytes:
+            if self._section is not None:
+                self._section.close()
+                self._section = None
+            numel = self.parameter.numel()
+            (layout,) = lay_out([(0, numel)], bucket_numel=1 << 62, section_numel=1 << 62, whole=True)
+            self._section = HostSection(arena, layout, [FlatSpec(_FLAT, self.parameter.element_size(), True)])
+            self.master: Tensor = self._section.slot(_FLAT, 0, numel)
+        self._on_host = None
+        return self.master
+
+    def rest(self) -> None:
+        """The parameter's storage is its own from here on."""
+        self.storage = self.parameter.untyped_storage()
+        self.on_device = bytes_over(self.storage)
+        self.version = self.parameter._version
+
+    def replaced_by(self) -> nn.Parameter | None:
+        """The parameter that its module has in its place; None where that is the weight, or there is none."""
+        module = self.module()
+        found = None if module is None else module._parameters.get(self.attribute)
+        return found if type(found) is nn.Parameter and found is not self.parameter else None
+
+    def close(self) -> None:
+        """Give the host memory back. No copy of it is in flight."""
+        if self._section is not None:
+            self._section.close()
+            self._section = None
+        self._on_host = None
+
+    def close_later(self, after: Event) -> None:
+        """As `close`, behind `after`: takes no lock."""
+        if self._section is not None:
+            self._section.close_later(after)
+            self._section = None
+
+    # -- who else has it -------------------------------------------------------------------------------------
+    def watch_alias(self, alias: Tensor) -> None:
+        self._aliases = [known for known in self._aliases if known() is not None]
+        self._aliases.append(weakref.ref(alias))
+
+    def aliases(self) -> list[Tensor]:
+        return [alias for known in self._aliases if (alias := known()) is not None]
+
+    @property
+    def is_held_elsewhere(self) -> bool:
+        """Whether somebody has an unwatched alias: a save of autograd that no hook saw, or a recompute's."""
+        known = 3 + len(self.aliases())  # the parameter, `storage` and `on_device`
+        # a numpy array of a CPU tensor makes its storage one that cannot be resized
+        return bool(_use_count(self.storage._cdata) > known) or not self.storage.resizable()
+
+    # -- the host's copy -------------------------------------------------------------------------------------
+    def on_host(self) -> Tensor:
+        """The master as a tensor like the parameter, on the CPU, whose storage has exactly its bytes: one
+        object, so that its version tells of writes."""
+        if self._on_host is None:
+            exact = torch.from_numpy(self.master.numpy()).view(self.parameter.dtype)
+            self._on_host = exact.as_strided(self.parameter.shape, self.parameter.stride())
+            self._host_version = self._on_host._version
+        return self._on_host
+
+    def take_host_writes(self) -> bool:
+        """Whether somebody has written the host's copy since this was asked last."""
+        if self._on_host is None or self._on_host._version == self._host_version:
+            return False
+        self._host_version = self._on_host._version
+        return True
+
+
+@dataclass(eq=False)
+class BlockWeights:
+    """The streamed weights of one block, which come and go together.
+
+    | name | |
+    |---|---|
+    | index, name | of the block, in the order of the model |
+    | nbytes | of its weights, as `count` found them |
+    | present | its storages have bytes |
+    | entered | forwards of it under way, and calls that use its weights |
+    | keep | the plan has it stay |
+    | pinned | something may read its weights unseen, so it stays |
+    | arrived | the event after its last way in |
+    | left | the event after its last way out: the master is whole then |
+    | home | the lane that its bytes were allocated on |
+    | readers | lanes that have waited for `arrived`, by id |
+    """
+
+    index: int
+    name: str
+    device: Device
+    weights: list[Weight]
+    present: bool = False
+    entered: int = 0
+    keep: bool = False
+    pinned: bool = False
+    arrived: Event | None = None
+    left: Event | None = None
+    home: Lane | None = None
+    readers: dict[int, Lane] = field(default_factory=dict)
+
+    nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        for weight in self.weights:
+            weight.block = self
+        self.count()
+
+    def count(self) -> None:
+        """Its weights have other dtypes than before."""
+        self.nbytes = sum(weight.nbytes for weight in self.weights)
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether nobody uses it, and nobody has an alias that would be read without a load."""
+        return (
+            self.present and not self.entered and not any(weight.is_held_elsewhere for weight in self.weights)
+        )

@@ -1,0 +1,130 @@
+"""Weights of transformers' and peft's models stream: training, adapters merged and unmerged, generate()."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from tests.inside import streaming_of, streams_from
+from tests.unit.groups.stack import build_manager, installed
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+LAYERS, VOCABULARY = 5, 64
+
+
+@pytest.fixture(autouse=True)
+def small_weights_stream() -> Iterator[None]:
+    with installed(build_manager()), streams_from(512):
+        yield
+
+
+def llama(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=VOCABULARY,
+            **options,
+        )
+    )
+
+
+def adapted(**options: Any) -> Any:
+    return peft.get_peft_model(
+        llama(),
+        peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj", "up_proj", "down_proj"], **options),
+    )
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (2, 12))
+
+
+def train(model: Any, plain: Any, steps: int = 3) -> None:
+    optimizers = [
+        torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2)
+        for each in (model, plain)
+    ]
+    for _ in range(steps):
+        x = ids()
+        for each in (model, plain):
+            each(input_ids=x, labels=x).loss.backward()
+        for (name, mine), its in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is None) == (its.grad is None), name
+            assert mine.grad is None or torch.equal(mine.grad, its.grad), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    check(model, plain)
+
+
+def check(model: nn.Module, plain: nn.Module) -> None:
+    state = model.state_dict()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(state[name], value), name
+
+
+def test_a_model_trains_generates_checkpoints_and_is_saved(tmp_path: Path) -> None:
+    model = llama()
+    plain = copy.deepcopy(model)
+    handle = offload.apply(model, weights="host")
+    train(model, plain)
+    x = ids()
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(x),
+        "pad_token_id": 0,
+    }
+    assert torch.equal(model.generate(x, **options), plain.generate(x, **options))
+    for each in (model, plain):
+        each.gradient_checkpointing_enable()
+        each.train()
+    train(model, plain)
+    model.save_pretrained(tmp_path)
+    check(transformers.LlamaForCausalLM.from_pretrained(tmp_path), plain)
+    stream = streaming_of(handle)
+    assert stream.residency.present_bytes_peak == 2 * stream.blocks[0].nbytes
+    handle.remove()
+    check(model, plain)
+
+
+@pytest.mark.parametrize("mode", [None, "hidden_states", "groups"])
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_trains_and_is_merged_and_unmerged(mode: Any, dora: bool, tmp_path: Path) -> None:
+    model = adapted(use_dora=dora, init_lora_weights=False)
+    plain = copy.deepcopy(model)
+    handle = offload.apply(model, mode, weights="host")
+    assert handle.weights is not None
+    assert handle.weights.resident["of an adapter"][0] == LAYERS * 4 * (3 if dora else 2)
+    train(model, plain, 5)
+    assert (handle.weights.misses, handle.weights.out_bytes) == (0, 0)
+    x = ids()
+    with torch.no_grad(), model.disable_adapter(), plain.disable_adapter():
+        assert torch.equal(model(x).logits, plain(x).logits)
+    for change in ("merge_adapter", "unmerge_adapter"):
+        for each in (model, plain):
+            getattr(each, change)()
+        with torch.no_grad():
+            assert torch.equal(model(x).logits, plain(x).logits)
+        check(model, plain)
+    model.save_pretrained(tmp_path)
+    merged, its = model.merge_and_unload(), plain.merge_and_unload()
+    check(merged, its)
+    with torch.no_grad():
+        assert torch.equal(merged(x).logits, its(x).logits)
+    handle.remove()
+    check(merged, its)

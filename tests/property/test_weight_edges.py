@@ -1,0 +1,177 @@
+"""Every ordering note of streamed weights: a program that needs its edge, and the same program without it,
+which must fail.
+
+One invariant, as in test_edges.py: titles in the notes, in the code and here are one set.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload
+from offload import process
+from offload.device.sim import ExecutorName, SimDevice
+from offload.engine import OffloadEngine
+from offload.errors import HazardError
+from offload.groups.manager import GroupsManager
+from offload.transfer.admission import Priority
+from tests.inside import streaming_of, streams_from
+from tests.property.test_edges import edge_titles
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "offload" / "weights").rglob("*.py"))
+WIDTH, STEPS = 16, 4
+
+
+@pytest.fixture(autouse=True)
+def small_weights_stream() -> Iterator[None]:
+    with streams_from(64):
+        yield
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(5)))
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step))
+    return model(x).square().mean()
+
+
+def train(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@contextmanager
+def managed(device: SimDevice) -> Iterator[None]:
+    """The process's manager has this device. It is not closed: a hazard leaves it with memory on loan."""
+    process.put_manager(GroupsManager(OffloadEngine(device=device)))
+    try:
+        yield
+    finally:
+        process.put_manager(None)
+
+
+def trained(device: SimDevice) -> None:
+    model = net()
+    with managed(device):
+        handle = offload.apply(model, weights="host")
+        train(model)
+        handle.remove()
+    train(plain := net())
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+
+def on_two_lanes(device: SimDevice) -> None:
+    """A frozen model computes on a lane that its weights were not allocated on; then they go."""
+    model = net().requires_grad_(False)
+    expected = loss_of(copy.deepcopy(model), 0)
+    with managed(device):
+        handle = offload.apply(model, weights="host")
+        stream = streaming_of(handle)
+        lane = device.new_compute_lane("side")
+        for _ in range(3):
+            loss_of(model, 0)
+            with device.use_lane(lane):
+                device.wait(lane, device.record(device.compute), "test")
+                assert torch.equal(loss_of(model, 0), expected)
+        assert stream.residency.present_bytes <= 2 * stream.blocks[0].nbytes
+        handle.remove()
+
+
+def fetched_by_another_lane(device: SimDevice) -> None:
+    """A lane that has waited for nothing takes the place of a block that another lane has written, and
+    fetches it back."""
+    model = net()
+    with managed(device):
+        handle = offload.apply(model, weights="host")
+        train(model)
+        with torch.no_grad():
+            model[2].up.weight.mul_(2)
+        residency = streaming_of(handle).residency
+        with device.use_lane(device.new_compute_lane("side")):
+            residency.drop(residency.blocks[2])
+            assert residency.load(residency.blocks[2], Priority.SPECULATIVE)
+        handle.remove()
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One note. hazard: its kind, as the error says it without the edge; sides: the two lanes it names."""
+
+    run: Callable[[SimDevice], None]
+    hazard: str
+    sides: tuple[str, str]
+    executor: ExecutorName = "late"
+
+
+EDGES = {
+    "weights room": Edge(trained, "allocator reuse", ("h2d", "compute")),
+    "weights here": Edge(trained, "RAW", ("compute", "h2d")),
+    "weights out": Edge(trained, "RAW", ("d2h", "compute")),
+    "weights home": Edge(fetched_by_another_lane, "RAW", ("h2d", "d2h")),
+    "weights gone": Edge(trained, "allocator reuse", ("compute", "d2h")),
+}
+TITLES = tuple(EDGES)
+
+
+@pytest.mark.parametrize("executor", get_args(ExecutorName))
+@pytest.mark.parametrize("run", [trained, on_two_lanes, fetched_by_another_lane])
+def test_with_all_its_edges_a_loop_has_no_hazard_and_the_bits_of_torchs(
+    run: Callable[[SimDevice], None], executor: ExecutorName
+) -> None:
+    for seed in range(5 if executor == "random" else 1):
+        device = SimDevice(executor=executor, seed=seed)
+        run(device)
+        used = {title for title in TITLES if device.waits[title]}
+        assert used == set(TITLES), "the scenario does not use these edges"
+
+
+@pytest.mark.parametrize("title", TITLES)
+@pytest.mark.xfail(strict=True, raises=HazardError, reason="the edge is left out")
+def test_without_its_edge_the_same_loop_has_a_hazard(title: str) -> None:
+    EDGES[title].run(SimDevice(executor=EDGES[title].executor, without={title}))
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_the_hazard_names_both_sides_and_the_edge(title: str) -> None:
+    edge = EDGES[title]
+    with pytest.raises(HazardError) as caught:
+        edge.run(SimDevice(executor=edge.executor, without={title}))
+    message = str(caught.value)
+    assert message.startswith(f"{edge.hazard} hazard on bytes "), message
+    for side in edge.sides:
+        assert side in message, message
+    assert f"'{title}'" in message.split("edges left out of ", 1)[1], message
+
+
+def test_every_edge_in_the_code_has_a_note_and_every_note_has_its_scenario() -> None:
+    texts = [path.read_text() for path in SOURCES]
+    noted = [title for text in texts for title in re.findall(r"^ *# \[Order: (.+)\]$", text, re.MULTILINE)]
+    assert sorted(noted) == sorted(set(noted)), "two notes of one title"
+    assert set(noted) == edge_titles(texts) == set(EDGES)

@@ -1,0 +1,76 @@
+"""Whatever a model, a mode and a loop are, weights that stream change no bit of a gradient, a weight, a
+buffer or a random number, under any executor of the simulated device; and `remove` leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import offload
+from tests.inside import exactly, streaming_of, streams_from
+from tests.property.apply_programs import Program, Run, programs
+from tests.property.test_apply_programs import bits, change_plan
+from tests.unit.groups.stack import build_manager, installed
+
+CHECKS = list(HealthCheck)
+
+
+@pytest.fixture(autouse=True)
+def small_weights_stream() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with streams_from(64):
+        yield
+    torch.set_num_threads(threads)
+
+
+def compare(program: Program, weights: str) -> None:
+    plain = Run(program)
+    plain.play()
+    ours = Run(program)
+    built = build_manager(program.executor, seed=program.seed, device_limit_bytes=program.limit)
+    with installed(built) as manager:
+        assert manager is not None
+        total = (
+            {"device_total": exactly(program.limit or 1)} if program.mode == "auto" and program.limit else {}
+        )
+        if program.mode is False:
+            handle = offload.apply(ours.model, weights=weights)
+        else:
+            handle = offload.apply(
+                ours.model, program.mode, min_numel=program.min_numel, weights=weights, **total
+            )
+        ours.before_step = partial(change_plan, handle, program.seed)
+        ours.play()
+        figures = handle.weights
+        assert figures is not None
+        assert figures.hits + figures.misses > 0 or figures.steps == 0
+        stream = streaming_of(handle)
+        assert not any(block.entered for block in stream.blocks)
+        handle.remove()
+        ours.before_step = int
+        assert all(type(parameter) is torch.nn.Parameter for parameter in ours.model.parameters())
+        assert len(ours.seen) == len(plain.seen)
+        for number, (mine, its) in enumerate(zip(ours.seen, plain.seen, strict=True)):
+            assert bits(mine) == bits(its), number
+        for (name, mine), its in zip(
+            ours.model.state_dict().items(), plain.model.state_dict().values(), strict=True
+        ):
+            assert bits(mine) == bits(its), name
+        engine = manager.engine
+        del stream, figures, handle, ours
+        gc.collect()
+        assert engine.hooks.streamed == {}
+
+
+@settings(max_examples=60, suppress_health_check=CHECKS)
+@given(programs(), st.sampled_from(["host", "host", "3.1kB", "4.7kB"]), st.booleans())
+def test_random_programs_have_the_bits_of_plain_torch(program: Program, weights: str, alone: bool) -> None:
+    compare(replace(program, mode=False) if alone else program, weights)

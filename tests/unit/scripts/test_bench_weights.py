@@ -1,0 +1,24 @@
+"""scripts/bench_weights.py runs without a GPU, a row a process, and each row has the bits of the first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import bench_weights
+
+
+def test_each_row_is_printed_and_has_the_bits_of_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.json"
+    bench_weights.main(["--tiny", "--rows", "nothing,host", "--out", str(out)])
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [line.split("|")[1].strip() for line in printed] == ["row", "nothing", "host"]
+    assert all(line.endswith("| same |") for line in printed[1:]), printed
+    rows = {row["row"]: row for row in json.loads(out.read_text())}
+    figures = rows["host"]["weights"]
+    assert (figures["misses"], figures["hits"]) == (0, 6)
+    assert figures["in_bytes"] == 2 * 7 * 4 * 1024 * 1024  # of one block, in each direction of the step

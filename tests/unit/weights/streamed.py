@@ -1,0 +1,145 @@
+"""A model whose weights stream, beside the same model without: what tests of streamed weights start from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+import offload
+from offload.apply import Applied
+from offload.device.sim import ExecutorName
+from offload.weights.stream import WeightStream
+from tests.inside import streaming_of, streams_from
+from tests.unit.groups.stack import build_manager, installed
+
+WIDTH, ROWS, BLOCKS = 16, 4, 6
+BLOCK_BYTES = 2 * 2 * WIDTH * WIDTH * 4
+"""Of one block's two weights, which are all that streams of it."""
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """reentrant: of checkpoints around its blocks; None for none."""
+
+    def __init__(self, blocks: int = BLOCKS, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor, skip: tuple[int, ...] = ()) -> Tensor:
+        x = self.embed(x)
+        for number, layer in enumerate(self.layers):
+            if number not in skip:
+                x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).float().square().sum()
+
+
+def adam(model: nn.Module, **options: Any) -> Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
+
+
+@dataclass
+class Pair:
+    """model: its weights stream. plain: the same without."""
+
+    model: Any
+    plain: Any
+    handle: Applied
+
+    @property
+    def stream(self) -> WeightStream:
+        return streaming_of(self.handle)
+
+    @property
+    def present_bytes(self) -> int:
+        """Of streamed weights on the device, counted from their storages."""
+        return sum(weight.storage.nbytes() for block in self.stream.blocks for weight in block.weights)
+
+    def optimizers(self, **options: Any) -> tuple[Optimizer, Optimizer]:
+        return adam(self.model, **options), adam(self.plain, **options)
+
+    def train(
+        self,
+        steps: int = 4,
+        loss: Loss = squares,
+        optimizers: tuple[Optimizer, Optimizer] | None = None,
+    ) -> None:
+        """Each loss, gradient and weight is that of the plain model, bit for bit."""
+        ours, its = optimizers or self.optimizers()
+        for _ in range(steps):
+            x = torch.randn(ROWS, WIDTH)
+            losses = [loss(model, x) for model in (self.model, self.plain)]
+            for each in losses:
+                each.backward()
+            assert torch.equal(*losses)
+            self.check_gradients()
+            for optimizer in (ours, its):
+                optimizer.step()
+                optimizer.zero_grad()
+        for mine, other in zip(ours.state.values(), its.state.values(), strict=True):
+            assert all(torch.equal(mine[key], other[key]) for key in other if isinstance(other[key], Tensor))
+        self.check_weights()
+
+    def check_gradients(self) -> None:
+        for (name, mine), its in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
+            assert (mine.grad is None) == (its.grad is None), name
+            assert mine.grad is None or torch.equal(mine.grad, its.grad), name
+
+    def check_weights(self) -> None:
+        state = self.model.state_dict()
+        for name, its in self.plain.state_dict().items():
+            assert torch.equal(state[name], its), name
+
+
+@contextmanager
+def streamed(
+    model: nn.Module | None = None,
+    *,
+    frozen: bool = False,
+    executor: ExecutorName = "late",
+    weights: str = "host",
+    **options: Any,
+) -> Iterator[Pair]:
+    """Two alike, one of them streamed; the handle is removed afterwards, and all is as it was. frozen: the
+    blocks are."""
+    torch.manual_seed(0)
+    model = Model() if model is None else model
+    if frozen:
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    with installed(build_manager(executor)) as manager, streams_from(WIDTH * WIDTH):
+        assert manager is not None
+        handle = offload.apply(model, weights=weights, **options)
+        pair = Pair(model, plain, handle)
+        yield pair
+        handle.remove()
+        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+        pair.check_weights()
+        assert manager.engine.arena.lent_bytes == 0
+        assert manager.engine.hooks.streamed == {}

@@ -1,0 +1,57 @@
+"""What is used next: by what followed the time before."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from offload.weights.order import Order, Pass, Use
+
+
+def run(order: Order, blocks: int) -> None:
+    for index in range(blocks):
+        order.note(Use(index, Pass.FORWARD))
+    for index in reversed(range(blocks)):
+        order.note(Use(index, Pass.BACKWARD))
+
+
+def test_nothing_is_foretold_before_it_was_seen() -> None:
+    order = Order()
+    assert [*order.coming()] == []
+    order.note(Use(0, Pass.FORWARD))
+    assert [*order.coming()] == []
+
+
+def test_a_step_is_foretold_with_its_backward_and_the_next_forward() -> None:
+    order = Order()
+    run(order, 3)
+    run(order, 3)
+    order.note(Use(0, Pass.FORWARD))
+    assert [*islice(order.coming(), 6)] == [1, 2, 2, 1, 0, 0]
+
+
+def test_the_same_use_goes_on() -> None:
+    order = Order()
+    assert order.note(Use(0, Pass.BACKWARD))
+    assert not order.note(Use(0, Pass.BACKWARD))
+    assert order.note(Use(0, Pass.FORWARD))
+
+
+def test_an_evaluation_in_between_has_an_order_of_its_own() -> None:
+    order = Order()
+    for _ in range(2):
+        run(order, 3)
+        for _ in range(2):
+            for index in range(3):
+                order.note(Use(index, Pass.INFERENCE))
+    order.note(Use(0, Pass.FORWARD))
+    assert [*islice(order.coming(), 5)] == [1, 2, 2, 1, 0]
+
+
+def test_another_order_is_learned_at_its_second_time() -> None:
+    order = Order()
+    run(order, 4)
+    for _ in range(2):
+        for index in (0, 3, 1):
+            order.note(Use(index, Pass.FORWARD))
+    order.note(Use(0, Pass.FORWARD))
+    assert [*islice(order.coming(), 2)] == [3, 1]

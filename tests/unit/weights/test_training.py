@@ -1,0 +1,436 @@
+"""A loop computes the same bits with its blocks' weights on the host, and fewer of them are on the device."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import offload
+from offload.device.sim import ExecutorName
+from offload.errors import CaptureError, OffloadError
+from tests.inside import streaming_of
+from tests.unit.weights.streamed import BLOCK_BYTES, BLOCKS, ROWS, WIDTH, Model, Pair, squares, streamed
+
+
+@pytest.mark.req("W-3", "W-7", "W-10")
+@pytest.mark.parametrize("executor", get_args(ExecutorName))
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_loop_has_the_bits_of_plain_torch(
+    executor: ExecutorName, frozen: bool, reentrant: bool | None
+) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return squares(model, x.requires_grad_())
+
+    with streamed(Model(reentrant=reentrant), frozen=frozen, executor=executor) as pair:
+        pair.train(loss=loss)
+
+
+@pytest.mark.req("S0-48")
+@pytest.mark.parametrize("mode", ["groups", "hidden_states", "selective", "auto", True, "legacy", "disk"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_it_goes_with_every_mode_of_activations(mode: Any, frozen: bool) -> None:
+    with streamed(frozen=frozen, mode=mode, min_numel=1) as pair:
+        pair.train(steps=6)
+        assert pair.handle.weights is not None
+        assert pair.handle.weights.misses == 0
+        assert pair.stream.residency.present_bytes_peak == 2 * BLOCK_BYTES
+
+
+@pytest.mark.req("S3-25")
+def test_nine_tenths_of_the_blocks_are_away_in_the_forward_and_in_the_backward() -> None:
+    number = 20
+    seen: dict[str, int] = {}
+
+    class Spy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            seen["forward"] = max(seen.get("forward", 0), pair.present_bytes)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            seen["backward"] = max(seen.get("backward", 0), pair.present_bytes)
+            return gradients[0]
+
+    with streamed(Model(number)) as pair:
+        pair.train(2)
+        for model in (pair.model, pair.plain):
+            for layer in model.layers:
+                layer.register_forward_hook(lambda module, args, output: Spy.apply(output))
+        pair.train(2)
+        assert seen == {"forward": 2 * BLOCK_BYTES, "backward": 2 * BLOCK_BYTES}
+        assert 0.1 * number * BLOCK_BYTES >= 2 * BLOCK_BYTES
+
+
+@pytest.mark.req("W-5", "W-9")
+def test_in_a_settled_step_clean_blocks_are_dropped_and_each_turn_keeps_what_it_used_last() -> None:
+    with streamed(frozen=True) as pair:
+        pair.train(4)
+        figures = pair.handle.weights
+        assert figures is not None
+        assert (figures.misses, figures.hits) == (0, 2 * BLOCKS)
+        # the two that a pass used last are there for the next one
+        assert figures.in_bytes == 2 * (BLOCKS - 2) * BLOCK_BYTES
+        assert figures.out_bytes == 0
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"fused": True}])
+def test_trained_weights_go_back_once_after_their_step(options: dict[str, Any]) -> None:
+    with streamed() as pair:
+        pair.train(5, optimizers=pair.optimizers(**options))
+        assert pair.handle.weights is not None
+        assert pair.handle.weights.out_bytes == BLOCKS * BLOCK_BYTES
+        assert pair.stream.residency.present_bytes_peak == 2 * BLOCK_BYTES
+
+
+def test_an_optimizer_with_lists_of_weights_runs_block_by_block() -> None:
+    with streamed() as pair:
+        pair.train(4, optimizers=pair.optimizers(foreach=True))
+        assert pair.stream.residency.present_bytes_peak == 2 * BLOCK_BYTES
+
+
+@pytest.mark.req("W-8")
+def test_microbatches_clipping_and_zeroed_gradients() -> None:
+    with streamed() as pair:
+        optimizers = pair.optimizers()
+        for _ in range(3):
+            for _ in range(3):
+                x = torch.randn(ROWS, WIDTH)
+                for model in (pair.model, pair.plain):
+                    squares(model, x).backward()
+            pair.check_gradients()
+            for model, optimizer in zip((pair.model, pair.plain), optimizers, strict=True):
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+        pair.check_weights()
+
+
+def test_another_order_is_loaded_when_it_comes_and_learned_again() -> None:
+    with streamed() as pair:
+        optimizers = pair.optimizers()
+        for skip in ((), (1, 2), (5,), (0,), (), (3,)):
+            pair.train(3, lambda model, x, skip=skip: model(x, skip).square().sum(), optimizers)
+            assert pair.handle.weights is not None
+            assert pair.handle.weights.misses == 0, skip
+
+
+def test_evaluation_in_between() -> None:
+    with streamed() as pair:
+        optimizers = pair.optimizers()
+        for context in (torch.no_grad(), torch.inference_mode()):
+            pair.train(2, optimizers=optimizers)
+            x = torch.randn(ROWS, WIDTH)
+            with context:
+                for _ in range(3):
+                    assert torch.equal(pair.model.eval()(x), pair.plain.eval()(x))
+            pair.model.train()
+
+
+def test_a_submodule_used_twice_and_weights_used_outside_of_their_block() -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        first, second = model.layers[0], model.layers[1]
+        y = first(second(first(x))) + F.linear(model.layers[2].up(x), model.layers[3].up.weight.t())
+        return y.square().sum() + (second.down.weight @ second.up.weight).sum()
+
+    with streamed() as pair:
+        pair.train(loss=loss)
+        pair.train(loss=lambda model, x: (model(x) + model(2 * x)).square().sum())
+
+
+def test_frozen_blocks_are_trained_in_mid_run_and_frozen_again() -> None:
+    with streamed(frozen=True) as pair:
+        for trains in (False, True, False):
+            for model in (pair.model, pair.plain):
+                model.layers[2].requires_grad_(trains)
+            pair.train(3)
+
+
+def test_autocast_casts_the_weights_of_now_and_says_what_it_keeps(caplog: pytest.LogCaptureFixture) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return squares(model, x)
+
+    with streamed() as pair:
+        pair.train(loss=loss)
+    assert caplog.text.count("each cast of a weight is saved") == 1
+
+
+def test_a_second_backward_and_a_gradient_of_a_gradient() -> None:
+    with streamed() as pair:
+        for _ in range(3):
+            x = torch.randn(ROWS, WIDTH)
+            for model in (pair.model, pair.plain):
+                loss = squares(model, x)
+                loss.backward(retain_graph=True)
+                loss.backward()
+                given = x.clone().requires_grad_()
+                (found,) = torch.autograd.grad(squares(model, given), given, create_graph=True)
+                found.square().sum().backward()
+            pair.check_gradients()
+
+
+def test_weights_stepped_between_a_forward_and_its_backward_are_torchs_own_error() -> None:
+    with streamed() as pair:
+        x = torch.randn(ROWS, WIDTH)
+        for model, optimizer in zip((pair.model, pair.plain), pair.optimizers(), strict=True):
+            loss = squares(model, x)
+            loss.backward(retain_graph=True)
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
+@pytest.mark.parametrize("interrupt", [KeyError, KeyboardInterrupt])
+def test_an_exception_in_the_forward_or_the_backward_and_going_on(interrupt: type[BaseException]) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            raise interrupt("in the backward")
+
+    def fail(*args: Any) -> None:
+        raise interrupt("in the forward")
+
+    with streamed() as pair:
+        optimizers = pair.optimizers()
+        pair.train(2, optimizers=optimizers)
+        inner = pair.model.layers[3].down.register_forward_hook(fail)
+        for _ in range(2):
+            with pytest.raises(interrupt):
+                squares(pair.model, torch.randn(ROWS, WIDTH))
+        inner.remove()
+        outer = pair.model.layers[2].register_forward_hook(lambda module, args, output: Fails.apply(output))
+        with pytest.raises(interrupt):
+            squares(pair.model, torch.randn(ROWS, WIDTH)).backward()
+        outer.remove()
+        optimizers[0].zero_grad()
+        pair.train(3, optimizers=optimizers)
+        assert not any(block.entered for block in pair.stream.blocks)
+
+
+def test_a_function_that_keeps_its_weight_outside_of_what_autograd_saves() -> None:
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.x, ctx.weight = x, weight
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+            return gradients[0] @ ctx.weight, gradients[0].t() @ ctx.x
+
+    class Custom(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + Product.apply(x, self.weight)
+
+    with streamed(nn.Sequential(*(Custom() for _ in range(BLOCKS)))) as pair:
+        pair.train()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mode": "hidden_states"}, {"mode": "selective"}, {"mode": "groups"}]
+)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_an_operator_that_saves_the_parameter_itself(
+    options: dict[str, Any], frozen: bool, checkpointed: bool
+) -> None:
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.rand(WIDTH, WIDTH), requires_grad=not frozen)
+            self.second = nn.Parameter(torch.rand(WIDTH, WIDTH), requires_grad=not frozen)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = (x.unsqueeze(1) * self.first).sum(-1).tanh()
+            return x + (y.unsqueeze(1) * self.second).sum(-1)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(WIDTH, WIDTH)
+            self.layers = nn.ModuleList(Scales() for _ in range(BLOCKS))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+            return x
+
+    with streamed(Net(), **options) as pair:
+        pair.train()
+        assert pair.stream.residency.present_bytes_peak == 2 * 2 * WIDTH * WIDTH * 4
+
+
+def test_a_weight_that_its_forward_writes_goes_back() -> None:
+    class Decays(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.mul_(0.9)
+            return x + x @ self.weight.clone()
+
+    with streamed(nn.Sequential(*(Decays() for _ in range(BLOCKS)))) as pair:
+        for _ in range(4):
+            x = torch.randn(ROWS, WIDTH)
+            assert torch.equal(pair.model(x), pair.plain(x))
+        pair.check_weights()
+
+
+def test_an_alias_that_nobody_watches_keeps_its_block_and_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    held: list[Tensor] = []
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            held.append(self.weight.data)
+            return x + x @ self.weight
+
+    with streamed(nn.Sequential(*(Holds() for _ in range(BLOCKS)))) as pair:
+        pair.train(2)
+        mine = [alias for alias in held if alias.untyped_storage().nbytes()]
+        assert len(mine) == len(held)  # none of them was freed under its holder
+        held.clear()
+        pair.train(1)
+    assert caplog.text.count("more weights are on the device than weights= allows") == 1
+
+
+def test_functional_calls_and_transforms() -> None:
+    with streamed(frozen=True) as pair:
+        x = torch.randn(ROWS, WIDTH)
+        results = []
+        for model in (pair.model, pair.plain):
+            named = dict(model.named_parameters())
+            doubled = {name: 2 * parameter for name, parameter in named.items()}
+
+            def of(parameters: dict[str, Tensor], model: nn.Module = model) -> Tensor:
+                return torch.func.functional_call(model, parameters, (x,)).sum()
+
+            found = torch.func.grad(of)(named)
+            results.append(
+                [
+                    torch.func.functional_call(model, doubled, (x,)),
+                    torch.func.vmap(model)(x),
+                    torch.func.grad(lambda given, model=model: model(given).sum())(x),
+                    *(found[name] for name in named),
+                ]
+            )
+        assert all(torch.equal(mine, its) for mine, its in zip(*results, strict=True))
+
+
+def test_threads_that_evaluate_one_model_beside_each_other() -> None:
+    with streamed(frozen=True) as pair:
+        inputs = [torch.randn(ROWS, WIDTH) for _ in range(3)]
+        expected = [pair.plain(x) for x in inputs]
+        wrong: list[object] = []
+
+        def evaluate(number: int) -> None:
+            try:
+                for _ in range(10):
+                    if not torch.equal(pair.model(inputs[number]), expected[number]):
+                        wrong.append(number)
+            except Exception as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=evaluate, args=(number,)) for number in range(len(inputs))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+
+
+def test_two_models_and_one_that_is_dropped() -> None:
+    with streamed() as pair:
+        other = Model()
+        second = Pair(other, copy.deepcopy(other), offload.apply(other, weights="host"))
+        for _ in range(2):
+            pair.train(2)
+            second.train(2)
+        engine = second.stream._engine
+        weight, gone = other.layers[0].up.weight, weakref.ref(other)  # type: ignore[union-attr]
+        del other, second
+        gc.collect()
+        assert gone() is None
+        assert len(engine.hooks.streamed) == 2 * BLOCKS
+        with pytest.raises(OffloadError, match="its bytes are gone"):
+            weight.sum()  # type: ignore[operator]
+        pair.train(2)
+        assert engine.arena.lent_bytes == BLOCKS * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("weights", ["8.2kB", "20.5kB"])  # what all streamed takes, and five blocks
+def test_so_many_bytes_are_on_the_device_and_no_more(weights: str) -> None:
+    with streamed(weights=weights) as pair:
+        pair.train(6)
+        figures = pair.handle.weights
+        assert figures is not None
+        limit = float(weights.removesuffix("kB")) * 1e3
+        assert pair.present_bytes <= pair.stream.residency.present_bytes_peak <= limit
+        assert figures.misses == 0
+
+
+def test_weights_that_all_fit_come_once() -> None:
+    with streamed(weights="24.6kB") as pair:
+        pair.train(4)
+        assert pair.handle.weights is not None
+        assert (pair.handle.weights.kept_blocks, pair.handle.weights.in_bytes) == (BLOCKS, 0)
+
+
+def test_a_graph_is_not_captured_over_streamed_blocks() -> None:
+    with streamed() as pair:
+        device: Any = pair.stream._device
+        with pytest.raises(CaptureError, match="come to other addresses each time"), device.capture():
+            pair.model(torch.randn(ROWS, WIDTH))
+        pair.train(2)
+
+
+def test_the_same_memory_after_5_steps_and_50() -> None:
+    seen = []
+    with streamed() as pair:
+        optimizers = pair.optimizers()
+        arena = pair.stream._engine.arena
+        for step in range(50):
+            pair.train(1, optimizers=optimizers)
+            with torch.no_grad():
+                squares(pair.model, torch.randn(ROWS, WIDTH))
+            if step in (4, 49):
+                seen.append((pair.present_bytes, arena.lent_bytes, arena.held_bytes))
+    assert seen[0] == seen[1]
+
+
+def test_a_backward_after_remove_finds_its_weights() -> None:
+    with streamed() as pair:
+        x = torch.randn(ROWS, WIDTH)
+        losses = [squares(model, x) for model in (pair.model, pair.plain)]
+        stream = streaming_of(pair.handle)
+        pair.handle.remove()
+        for loss in losses:
+            loss.backward()
+        pair.check_gradients()
+        assert stream.removed
+        pair.handle.remove()
