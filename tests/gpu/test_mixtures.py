@@ -131,6 +131,7 @@ def test_a_captured_layer_routes_each_replay_anew() -> None:
         y = mixture(x)
         y.square().sum().backward()
         expected.append([y.detach(), x.grad, *grads_of(mixture).values()])
+    del y  # its graph has the accumulators of gradients, which run on the stream that first made them
     x = inputs[0].clone().requires_grad_()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
