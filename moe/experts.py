@@ -108,17 +108,16 @@ def _first_backward(
     return of_x, of_w1
 
 
-def _activated(h_RG: Tensor, weights_R: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """gate, up, silu(gate) * up, and that times the weights."""
+def _activated(h_RG: Tensor, weights_R: Tensor | None) -> Tensor:
+    """silu(gate) * up, times the rows' weights."""
     gate_RF, up_RF = h_RG.chunk(2, dim=1)
-    product_RF = nn.functional.silu(gate_RF).mul_(up_RF)
-    weighted_RF = product_RF if weights_R is None else product_RF * weights_R[:, None]
-    return gate_RF, up_RF, product_RF, weighted_RF
+    act_RF = nn.functional.silu(gate_RF).mul_(up_RF)
+    return act_RF if weights_R is None else act_RF.mul_(weights_R[:, None])
 
 
 def _second(h_RG: Tensor, weights_R: Tensor | None, w2_EDF: Tensor, rows: Rows) -> Tensor:
-    weighted_RF = _activated(h_RG, weights_R)[3]
-    return grouped_product(weighted_RF, w2_EDF.to(h_RG.dtype).transpose(1, 2), rows.ends_E)
+    act_RF = _activated(h_RG, weights_R)
+    return grouped_product(act_RF, w2_EDF.to(h_RG.dtype).transpose(1, 2), rows.ends_E)
 
 
 def _second_backward(
@@ -130,16 +129,23 @@ def _second_backward(
     needed: Sequence[bool],
     share: float,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of h, of the rows' weights and of w2, as far as they are needed."""
+    """Gradients of h, of the rows' weights and of w2, as far as they are needed. What is (R, F) is freed or
+    written over as soon as it can be: there are three of it at most, two of them the gradient of h."""
     grad_RD = grad_RD.contiguous()  # an expanded one crashes grouped_mm
-    gate_RF, up_RF, product_RF, weighted_RF = _activated(h_RG, weights_R)
-    of_w2 = _shared(grouped_outer(grad_RD, weighted_RF, rows.ends_E), share, w2_EDF) if needed[2] else None
-    of_weights = of_h = None
+    of_h = of_weights = of_w2 = None
+    act_RF = _activated(h_RG, None)
+    if needed[2]:
+        weighted_RF = act_RF if weights_R is None else act_RF * weights_R[:, None]
+        of_w2 = _shared(grouped_outer(grad_RD, weighted_RF, rows.ends_E), share, w2_EDF)
+        del weighted_RF
     if needed[0] or needed[1]:
         grad_RF = grouped_product(grad_RD, w2_EDF.to(h_RG.dtype), rows.ends_E)
+        if needed[1]:
+            of_weights = act_RF.mul_(grad_RF).sum(1)
+        del act_RF
         if weights_R is not None:
-            of_weights = product_RF.mul_(grad_RF).sum(1) if needed[1] else None
-            grad_RF = grad_RF * weights_R[:, None]
+            grad_RF.mul_(weights_R[:, None])
+        gate_RF, up_RF = h_RG.chunk(2, dim=1)
         of_h = torch.empty_like(h_RG)
         of_gate, of_up = of_h.chunk(2, dim=1)
         torch.ops.aten.silu.out(gate_RF, out=of_up).mul_(grad_RF)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -223,6 +224,25 @@ def sent_in_a_backward(rank: int, world: int) -> dict[str, dict[str, int]]:
     return found
 
 
+def order_of_a_forward(rank: int) -> list[str]:
+    """Exchanges, activations, and reads of rows that are under way, in the order of one forward."""
+    found: list[str] = []
+
+    class Recording(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = str(func).split(".")[1]
+            if any(isinstance(each, AsyncCollectiveTensor) for each in args):
+                found.append("read")
+            elif name in ("all_to_all_single", "silu"):
+                found.append(name)
+            return func(*args, **(kwargs or {}))
+
+    mixture = next(MixtureGPT(CONFIG, dist.group.WORLD).mixtures())
+    with torch.no_grad(), Recording():
+        mixture(torch.randn(2, SMALL.sequence, SMALL.dim))
+    return found
+
+
 # -- beside data parallelism and pipelines --
 
 
@@ -391,6 +411,7 @@ def recomputed_by_apply(rank: int) -> dict[str, bool]:
 
 def rank_main(rank: int, world: int) -> dict[str, Any]:
     found: dict[str, Any] = {"all": shared_by_all(rank, world)}
+    found["order"] = order_of_a_forward(rank)
     found["kinds"] = saved_kinds(rank)
     found["sent"] = sent_in_a_backward(rank, world)
     found["uneven"] = uneven(rank, world, one_expert=False)

@@ -66,6 +66,14 @@ def test_experts_beside_data_parallelism(ranks: list[dict[str, Any]]) -> None:
         assert all(found.values())
 
 
+@pytest.mark.req("S2-100")
+def test_the_shared_expert_computes_while_rows_are_under_way(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        order = rank["order"]
+        # rows and their weights set off; the shared expert; both are read; the experts; and back
+        assert order == ["all_to_all_single"] * 2 + ["silu"] + ["read"] * 2 + ["silu", "all_to_all_single"]
+
+
 @pytest.mark.req("S3-61")
 def test_nothing_that_is_under_way_is_saved(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
