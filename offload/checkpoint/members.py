@@ -114,10 +114,16 @@ class MembersBefore:
 
     def written(self) -> torch.Tensor | None:
         """A parameter that was written in place after the forward. None without one, under FSDP2, and of a
-        view that FSDP puts in a parameter's place while it is gathered."""
+        view that FSDP puts in a parameter's place while it is gathered; nor of one that peft adapts by
+        itself, which it takes out and puts back in every call."""
         if self._versions != [parameter._version for parameter in self._parameters]:
+            wrappers: Any = [wrapper for wrapper in self._modules if hasattr(wrapper, "parameter_name")]
+            adapted = {
+                id(own) for wrapper in wrappers for own in wrapper.get_base_layer()._parameters.values()
+            }
             for parameter, version in zip(self._parameters, self._versions, strict=True):
-                if parameter._version != version and parameter.is_leaf and not is_dtensor(parameter):
+                is_plain = parameter.is_leaf and not is_dtensor(parameter) and id(parameter) not in adapted
+                if parameter._version != version and is_plain:
                     return None if is_sharded(self._modules) else parameter
         return None
 

@@ -64,7 +64,7 @@ __all__ = ["CallMode", "Contexts", "Groups", "KeptGroup", "contexts_for", "is_tr
 
 def contexts_for(
     keep_ops: Collection[Operator | Place] | Callable[..., Any] | Decisions,
-    group: str,
+    group: str | None,
     groups: Callable[[], Groups],
     *,
     compares: bool = False,
@@ -74,11 +74,11 @@ def contexts_for(
     keep_ops: operators; a policy; or pairs of an operator and the number of one of its calls in a forward of
         the region, from 0. Of pairs, one that a forward does not come to is nothing to be said. Or the
         decisions of a block, which its first forward learns.
-    groups: asked at each checkpointed forward. compares: nobody else does it (net.py), so in some regions
-        saves are compared with those of the recompute.
+    group: None for what stays on the device. groups: asked at each checkpointed forward. compares: nobody
+        else does it (net.py), so in some regions saves are compared with those of the recompute.
     """
     decisions, own = (keep_ops, None) if isinstance(keep_ops, Decisions) else (None, Keep(keep_ops))
-    if not isinstance(group, str) or not group:
+    if group is not None and not (isinstance(group, str) and group):
         raise ValueError(f"group is {group!r}, must be a non-empty string such as 'selective'")
 
     def context_fn() -> Contexts:
@@ -128,7 +128,7 @@ class Groups(Protocol):
 
     def needs_chunk(self) -> bool: ...
 
-    def kept_group(self, name: str) -> KeptGroup: ...
+    def kept_group(self, name: str | None) -> KeptGroup: ...
 
 
 class CallMode(TorchDispatchMode):
@@ -152,7 +152,7 @@ class _ForwardMode(CallMode):
         self,
         keep: Keep,
         groups: Groups,
-        name: str,
+        name: str | None,
         sample: Sample | None,
         *,
         recomputes_written: bool = False,
@@ -265,7 +265,7 @@ class _ForwardMode(CallMode):
 class _FirstMode(_ForwardMode):
     """The first run of a block under a checkpoint: finds what it decides, and keeps that."""
 
-    def __init__(self, decisions: Decisions, groups: Groups, name: str) -> None:
+    def __init__(self, decisions: Decisions, groups: Groups, name: str | None) -> None:
         super().__init__(decisions.base.counting_all(), groups, name, None, recomputes_written=True)
         self._decisions = decisions
         self._written: set[Place] = set()

@@ -223,9 +223,11 @@ class GroupsManager(OpenScopes, Client):
             else:
                 self._send(handler, group, forced)
 
-    def kept_group(self, name: str) -> KeptGroup:
+    def kept_group(self, name: str | None) -> KeptGroup:
         """For the outputs that a checkpointed region keeps, which is called now. name: of the group that they
-        belong to where none is open."""
+        belong to where none is open; None: they stay on the device."""
+        if name is None:
+            return KeptGroup(self, None, "")
         if name == ROUTING:
             self._leaving.input_names.add(name)
         return KeptGroup(self, self.active_handler(), name)

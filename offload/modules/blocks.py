@@ -7,6 +7,7 @@ itself.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -22,6 +23,7 @@ them."""
 Modules = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 """Patterns; or patterns by the name of the group that they are for."""
 
+_BASE_LAYERS = re.compile(r"(\.base_layer)+$")
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 _SHOWN = 8
 
@@ -74,10 +76,12 @@ def find_experts(model: nn.Module) -> tuple[list[str], list[str]]:
     expert for every token, beside the experts, if that is no block of the model.
 
     Experts are a module whose own weights are stacked, two or more of three dimensions with one length of the
-    first; or the members of a list called `experts`. Raises ValueError if there are none.
+    first; or the members of a list called `experts`. peft calls them from modules around them, which give
+    them their weights for the call. Raises ValueError if there are none.
     """
     modules = dict(model.named_modules())
-    found = {name: [name] for name, module in modules.items() if name and _is_stacked(module)}
+    stacked = (_BASE_LAYERS.sub("", name) for name, module in modules.items() if name and _is_stacked(module))
+    found = {name: [name] for name in stacked}
     for name, module in modules.items():
         if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts" and len(module) > 1:
             found[name] = [f"{name}.{child}" for child, _ in module.named_children()]

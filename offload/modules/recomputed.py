@@ -40,7 +40,7 @@ it. To keep it, make that change out of place, as ReLU(inplace=False) does"""
 
 class RecomputedCalls:
     """name: of the block. mode: "selective" keeps outputs of matrix products and attention, beside what the
-    block decides, which every mode keeps. "checkpoint" moves nothing else."""
+    block decides, which every mode keeps. "checkpoint" moves nothing."""
 
     def __init__(self, root: ModelRoot, name: str, mode: Mode) -> None:
         self._root = root
@@ -49,7 +49,8 @@ class RecomputedCalls:
         self._keeps = keeps = mode == "selective"
         self._moves = mode != "checkpoint"
         self._decisions = Decisions(default_operators() if keeps else ())
-        self._context_fn = contexts_for(self._decisions, "selective" if keeps else ROUTING, root.manager)
+        group = "selective" if keeps else ROUTING if self._moves else None
+        self._context_fn = contexts_for(self._decisions, group, root.manager)
 
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -135,8 +135,8 @@ def test_every_mode_gives_the_gradients_of_the_model_alone(name: str, implementa
             handle = offload.apply(model, mode=mode, min_numel=1, **high)
             assert equal(train(model, **collected), expected), mode
             assert list(map(type, model.modules())) == classes
-            if mode != "watermark":  # in "checkpoint", what the router decided
-                assert manager.stats.spill_bytes > 0, mode
+            if mode != "watermark":
+                assert (manager.stats.spill_bytes > 0) == (mode != "checkpoint"), mode
             handle.remove()
 
 
