@@ -82,6 +82,17 @@ class TopKRouter(nn.Module):
             weights_TK = _WithLoss.apply(weights_TK, loss, self.loss_scale)  # type: ignore[no-untyped-call]
         return Routing(experts_TK, weights_TK, order_R, ends_E, counts_PE)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """The bias stays float32, with its bits, where a model is cast: its steps would be rounded away."""
+        kept = self.bias_E
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.bias_E is not None and kept is not None:
+            kept = self.bias_E if kept.is_meta else kept
+            self.bias_E = kept.to(self.bias_E.device, torch.float32)
+        if self.tokens_E is not None:
+            self.tokens_E = fn(self.tokens_E)
+        return self
+
     def _is_counted(self, x_TD: Tensor) -> bool:
         """Whether a forward is one of training, and no recompute, which runs inside a backward. A graph's
         capture computes nothing."""

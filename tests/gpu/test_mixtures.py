@@ -6,6 +6,7 @@ pytest -m gpu tests/gpu/test_mixtures.py
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from moe import GROUP_NAMES, Mixture, MixtureConfig, MixtureGPT, build_stage_mod
 from moe.products import _takes, grouped_outer, grouped_product
 from moe.router import _top_k
 from offload import OffloadConfig, capturing, configure, init_chunk_handler, step_end
-from tests.gpu.workbench import DEVICE, build_manager, installed
+from tests.gpu.captured import ByHand, eager, numbers, parameters_of
+from tests.gpu.workbench import DEVICE, WIDTH, assert_same_bits, build_manager, installed
 from tests.ranks import run_ranks
 from tests.unit.moe.mixtures import assert_same, grads_of, loss_of
 
@@ -109,6 +111,7 @@ def test_ties_are_decided_as_on_the_host() -> None:
 
 def test_a_layer_waits_for_nothing() -> None:
     """Neither forward nor backward reads anything back."""
+    torch.use_deterministic_algorithms(False)  # of torch's own some wait
     mixture = Mixture(CONFIG).to(DEVICE, torch.bfloat16)
     x = torch.randn(512, CONFIG.dim, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn_like(x)
@@ -121,66 +124,32 @@ def test_a_layer_waits_for_nothing() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_captured_layer_routes_each_replay_anew() -> None:
-    mixture = Mixture(CONFIG).to(DEVICE, torch.bfloat16)
-    inputs = [torch.randn(512, CONFIG.dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
-    expected = []
-    for each in inputs:
-        mixture.zero_grad()
-        x = each.clone().requires_grad_()
-        y = mixture(x)
-        y.square().sum().backward()
-        expected.append([y.detach(), x.grad, *grads_of(mixture).values()])
-    del y  # its graph has the accumulators of gradients, which run on the stream that first made them
-    x = inputs[0].clone().requires_grad_()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        mixture(x).square().sum().backward()
-    torch.cuda.current_stream().wait_stream(side)
-    mixture.zero_grad()
-    x.grad = None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = mixture(x)
-        y.square().sum().backward()
-    for each, others in zip(inputs, expected, strict=True):
-        with torch.no_grad():
-            x.copy_(each)
-        graph.replay()
-        found = [y.detach(), x.grad, *grads_of(mixture).values()]
-        assert all(torch.equal(one, other) for one, other in zip(found, others, strict=True))
+def mixture_of(**placement: Any) -> Mixture:
+    """A layer as wide as the tests of graphs have their hidden states."""
+    model = model_of(CONFIG.with_(dim=WIDTH, layers=1), **placement)
+    return next(model.mixtures())
 
 
-def test_groups_of_experts_in_a_captured_region_have_the_same_bits() -> None:
-    mixture = MixtureGPT(CONFIG.with_(layers=1), offload_modules=GROUP_NAMES).blocks["0"].mixture
-    mixture.to(DEVICE, torch.bfloat16)
-    x = torch.randn(2048, CONFIG.dim, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    mixture(x).square().sum().backward()
-    expected = [x.grad, *grads_of(mixture).values()]
-    x.grad = None
-    mixture.zero_grad()
-    with installed(build_manager()), capturing() as region:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            init_chunk_handler()
-            mixture(x).square().sum().backward()
+@pytest.mark.parametrize("one_graph", [True, False])
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_captured_layer_routes_each_replay_anew(one_graph: bool, offloads: bool) -> None:
+    """With its groups in a captured region, too."""
+    plain = mixture_of()
+    ends = [
+        (numbers(seed, dtype=torch.bfloat16), numbers(seed + 9, dtype=torch.bfloat16)) for seed in range(4)
+    ]
+    expected = [eager(plain, *each, parameters_of(plain)) for each in ends]
+    with installed(build_manager() if offloads else None):
+        if offloads:
+            init_chunk_handler(1, 0, 1)
+        mixture = mixture_of(offload_modules=("expert_fc1", "moe_act"))
+        with capturing() if offloads else nullcontext() as region:
+            by_hand = ByHand.capture(mixture, dtype=torch.bfloat16, one_graph=one_graph)
+        for each, others in zip(ends, expected, strict=True):
+            assert_same_bits(others, by_hand.run(*each))
+        if offloads:
+            assert region.spill_bytes > 0
             step_end()
-        torch.cuda.current_stream().wait_stream(side)
-        x.grad = None
-        mixture.zero_grad()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            init_chunk_handler()
-            mixture(x).square().sum().backward()
-        step_end()
-        graph.replay()
-        torch.cuda.synchronize()
-        found = [x.grad, *grads_of(mixture).values()]
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-        del graph
-        region.release()
 
 
 def test_a_capture_that_would_count_no_tokens_is_refused() -> None:

@@ -326,6 +326,10 @@ def test_shape_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -> 
 def test_sequences_and_stages_beyond_the_config_are_refused() -> None:
     with pytest.raises(ValueError, match="a sequence of 17 tokens; the model's longest is 16"):
         MixtureGPT(SMALL)(torch.zeros(1, 17, dtype=torch.int64))
+    with pytest.raises(
+        ValueError, match=r"a mixture of width 32 got \(4, 64\); the last size must be its dim"
+    ):
+        Mixture(SMALL)(torch.zeros(4, 64))
     with pytest.raises(ValueError, match="3 layers cannot be cut into 4 stages"):
         MixtureGPT(SMALL, num_stages=4)
     with pytest.raises(ValueError, match="stage 3 of 3"):

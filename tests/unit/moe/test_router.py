@@ -130,6 +130,28 @@ def test_bias_moves_towards_equal_use_and_changes_the_choice_alone() -> None:
     torch.testing.assert_close(routing.weights_TK, probs.gather(1, routing.experts_TK))
 
 
+def test_a_model_that_is_cast_keeps_the_bits_of_the_bias() -> None:
+    router, x = drawn(EIGHT.with_(balance="bias")), rows()
+    for _ in range(3):
+        router(x)
+        router.update_balance()
+    router(x)
+    bias, tokens = router.bias_E, router.tokens_E
+    assert bias is not None
+    assert tokens is not None
+    router.to(torch.bfloat16)
+    assert router.gate.weight.dtype is torch.bfloat16
+    assert router.bias_E is not None
+    assert router.tokens_E is not None
+    assert torch.equal(router.bias_E, bias)
+    assert torch.equal(router.tokens_E, tokens)
+    with torch.device("meta"):
+        unborn = TopKRouter(EIGHT.with_(balance="bias"))
+    unborn.to(torch.bfloat16).to_empty(device="cpu").load_state_dict(router.state_dict())
+    assert unborn.bias_E is not None
+    assert torch.equal(unborn.bias_E, bias)
+
+
 def test_forwards_of_training_are_counted_and_no_others() -> None:
     router, x = drawn(EIGHT.with_(balance="bias")), rows().requires_grad_()
     checkpoint(lambda x: router(x).weights_TK, x, use_reentrant=False).sum().backward()
