@@ -150,7 +150,10 @@ def plain_parts(values: Any) -> Iterator[torch.Tensor]:
 
 def storages_of(values: Any) -> Iterator[torch.UntypedStorage]:
     """Storages of the plain parts of these values."""
-    return (part.untyped_storage() for part in plain_parts(values))
+    for part in plain_parts(values):
+        with torch._C.DisableTorchFunctionSubclass():  # a weight may be watched
+            storage = part.untyped_storage()
+        yield storage
 
 
 # -- random numbers ------------------------------------------------------------------------------------------

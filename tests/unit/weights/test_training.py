@@ -434,3 +434,61 @@ def test_a_backward_after_remove_finds_its_weights() -> None:
         pair.check_gradients()
         assert stream.removed
         pair.handle.remove()
+
+
+def test_threads_that_train_evaluate_and_read_one_model_beside_each_other() -> None:
+    with streamed(frozen=True) as pair:
+        x = torch.randn(ROWS, WIDTH)
+        expected = pair.plain(x).detach()
+        state = {name: value.clone() for name, value in pair.plain.state_dict().items()}
+        wrong: list[object] = []
+
+        def evaluate() -> None:
+            with torch.no_grad():
+                assert torch.equal(pair.model(x), expected)
+
+        def differentiate() -> None:
+            found = []
+            for model in (pair.model, pair.plain):
+                given = x.clone().requires_grad_()
+                found += torch.autograd.grad(squares(model, given), given)
+            assert torch.equal(*found)
+
+        def read() -> None:
+            assert all(torch.equal(value, state[name]) for name, value in pair.model.state_dict().items())
+            assert torch.equal(copy.deepcopy(pair.model.layers[2].up.weight), state["layers.2.up.weight"])
+            assert pair.model.layers[4].up.weight.sum() == state["layers.4.up.weight"].sum()
+
+        def often(what: Any) -> None:
+            try:
+                for _ in range(15):
+                    what()
+            except BaseException as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=often, args=(what,)) for what in (evaluate, differentiate, read)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("mode", [None, "hidden_states"])
+def test_torchs_layers_that_read_weights_past_their_modules(frozen: bool, mode: Any) -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+    with streamed(nn.TransformerEncoder(layer, 4), frozen=frozen, mode=mode) as pair:
+        x = torch.randn(2, ROWS, WIDTH)
+        if not frozen:
+            pair.train(3, lambda model, _: squares(model, x))
+        for model in (pair.model, pair.plain):
+            model.eval()
+        for inner in pair.plain.layers:  # with a hook torch takes its fast path, in C++, for attention alone
+            inner.register_forward_hook(lambda *_: None)
+        for context in (torch.no_grad(), torch.inference_mode()):
+            with context:
+                assert torch.equal(pair.model(x), pair.plain(x))
+                # outside of its block torch sees a watched class, and does not take that path
+                first = [model.layers[1].self_attn(x, x, x)[0] for model in (pair.model, pair.plain)]
+                torch.testing.assert_close(*first)
