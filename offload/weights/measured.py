@@ -23,6 +23,9 @@ __all__ = ["Measured", "MeasuredStep"]
 _FIRST = 2
 """Steps before: in the first the order is learned, in the second what comes after the first one's end."""
 
+_MOST = 4
+"""Kinds of steps, by their number of uses, that a plan is made of: loops that never repeat make no more."""
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
@@ -71,7 +74,7 @@ class Measured:
         self._copier = copier
         self.tokens: int | None = None
         self._ended = 0
-        self._known: int | None = None  # uses of the step that was measured last
+        self._known: set[int] = set()  # uses of the steps that were measured
         self._uses = 0
         self._samples: list[_Sample] = []
         self._copies: list[tuple[int, Event, Event]] = []
@@ -112,9 +115,10 @@ class Measured:
             self._copier.unwatch(self.on_copy)
             if len(samples) > 1 and copies:
                 self._pending = samples, copies
-                self._known = uses
+                self._known.add(uses)
         self._ended += uses > 0
-        if self._ended >= _FIRST and uses != self._known and self._pending is None:
+        new = uses not in self._known and len(self._known) < _MOST
+        if self._ended >= _FIRST and new and self._pending is None:
             self._watching = True
             self._copier.watch(self.on_copy)
         return found

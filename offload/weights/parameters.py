@@ -44,7 +44,6 @@ class Parameters:
         self._blocks, self._residency = blocks, residency
         self._use, self._resized = use, resized
         self._moved_here: list[tuple[Tensor, Tensor]] = []  # not streamed: a tensor, and its data before
-        self._end: Callable[[], object] = list
 
     # -- to the host, and back -------------------------------------------------------------------------------
     def take(self, model: nn.Module) -> None:
@@ -67,9 +66,9 @@ class Parameters:
             if id(tensor) not in streamed and tensor.device != where:
                 self._moved_here.append((tensor, tensor.data))
                 tensor.data = tensor.data.to(where)
-        end = weakref.finalize(model, _model_is_gone, self._engine, self._blocks)
-        end.atexit = False
-        self._end = end.detach
+        for weight in taken:
+            end = weakref.finalize(weight.module(), _module_is_gone, self._engine, weight)
+            end.atexit = False
 
     def _take_in(self, weight: Weight) -> None:
         """The bytes of the parameter as it is now go to its master; its storage is its own from here on, and
@@ -119,18 +118,17 @@ class Parameters:
             self.take_host_writes(block)
         self._residency.flush(self._blocks)
         for block in self._blocks:
-            if not block.present and block.weights[0].origin == here:
+            if not block.present and any(weight.origin == here for weight in block.weights):
                 self._residency.load(block, Priority.REQUIRED)
         self._synchronize()
         for block in self._blocks:
-            if block.present and block.weights[0].origin != here:
+            if block.present and not any(weight.origin == here for weight in block.weights):
                 self._residency.drop(block)
             for weight in block.weights:
                 self._rest_at_origin(weight)
             block.weights.clear()
         for tensor, before in self._moved_here:
             tensor.data = before.copy_(tensor.data)
-        self._end()
 
     def _synchronize(self) -> None:
         for lane in (self._device.h2d, self._device.d2h):
@@ -208,19 +206,17 @@ class Parameters:
         self._synchronize()
 
 
-def _model_is_gone(engine: OffloadEngine, blocks: Sequence[BlockWeights]) -> None:
-    """Its host memory goes back behind the copies in flight, and its device memory with the parameters. On
-    any thread, so without a lock."""
-    device = engine.device
-    for block in blocks:
-        if block.arrived is not None:
-            device.wait(device.d2h, block.arrived, "weights home")
+def _module_is_gone(engine: OffloadEngine, weight: Weight) -> None:
+    """The host memory of its weight goes back behind the copies in flight, and its device memory with the
+    parameter. On any thread, so without a lock."""
+    device, block = engine.device, weight.block
+    if weight not in block.weights:
+        return  # `give_back` was first
+    if block.arrived is not None:
+        device.wait(device.d2h, block.arrived, "weights home")
     after = device.record(device.d2h)
-    for home in {id(block.home): block.home for block in blocks if block.present}.values():
-        assert home is not None  # of a present block
-        device.wait(home, after, "weights gone")
-    for block in blocks:
-        for weight in block.weights:
-            engine.hooks.streamed.pop(weight.storage._cdata, None)
-            weight.close_later(after)
-        block.weights.clear()
+    if block.present and block.home is not None:
+        device.wait(block.home, after, "weights gone")
+    engine.hooks.streamed.pop(weight.storage._cdata, None)
+    weight.close_later(after)
+    block.weights.remove(weight)

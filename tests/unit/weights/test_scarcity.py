@@ -1,0 +1,89 @@
+"""Weights stream where an arbiter denies what is fetched ahead, and where the device runs out of memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload import OffloadEngine, PipelineOffloadManager
+from offload.device.sim import SimDevice
+from offload.transfer.admission import UNCOUNTED, Admission, DenialReason, Denied, Direction, Lease, Priority
+from tests.inside import streaming_of, streams_from
+from tests.unit.groups.stack import installed
+from tests.unit.weights.streamed import BLOCK_BYTES, BLOCKS, WIDTH, Model, Pair, streamed
+
+
+class NothingAhead(Admission):
+    """Denies every copy that nobody waits for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Priority] = []
+
+    def ask(self, nbytes: int, direction: Direction, owner: Any, priority: Priority) -> Lease | Denied:
+        self.asked.append(priority)
+        return UNCOUNTED if priority >= Priority.REQUIRED else Denied(DenialReason.H2D_SLOTS_EXHAUSTED)
+
+
+def test_what_is_fetched_ahead_may_be_denied_and_is_loaded_when_it_is_used() -> None:
+    admission = NothingAhead()
+    engine = OffloadEngine(device=SimDevice(), admission=admission)
+    with installed(PipelineOffloadManager(engine)), streams_from(WIDTH * WIDTH):
+        model = Model()
+        plain = copy.deepcopy(model)
+        handle = offload.apply(model, weights="host")
+        pair = Pair(model, plain, handle)
+        pair.train(4)
+        assert handle.weights is not None
+        assert handle.weights.misses > 2 * BLOCKS
+        assert {Priority.SPECULATIVE, Priority.REQUIRED} <= set(admission.asked)
+        handle.remove()
+
+
+@pytest.mark.parametrize("every", [2, 5, 7])
+def test_memory_that_runs_out_now_and_then_drops_what_is_there_and_goes_on(
+    every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with streamed(weights=f"{4 * BLOCK_BYTES}B") as pair:
+        device: Any = pair.stream._device
+        refill, calls = device.refill, []
+
+        def runs_out(storage: torch.UntypedStorage, nbytes: int) -> None:
+            calls.append(nbytes)
+            # not twice in a row: what is there is dropped, and then it fits
+            if len(calls) % every == 0:
+                calls.append(0)
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            refill(storage, nbytes)
+
+        monkeypatch.setattr(device, "refill", runs_out)
+        if every > 2:
+            pair.train(4)
+        else:  # each block has two weights, of which one never fits
+            with pytest.raises(torch.OutOfMemoryError):
+                pair.train(1)
+        monkeypatch.undo()
+        pair.model.zero_grad()
+        pair.plain.load_state_dict(pair.model.state_dict())
+        pair.plain.zero_grad()
+        pair.train(2)
+        assert not any(block.entered for block in pair.stream.blocks)
+
+
+def test_remove_that_does_not_fit_goes_on_streaming(monkeypatch: pytest.MonkeyPatch) -> None:
+    with streamed() as pair:
+        device: Any = pair.stream._device
+
+        def runs_out(storage: torch.UntypedStorage, nbytes: int) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        pair.train(2)
+        monkeypatch.setattr(device, "refill", runs_out)
+        with pytest.raises(torch.OutOfMemoryError):
+            pair.handle.remove()
+        monkeypatch.undo()
+        pair.train(2)
+        assert streaming_of(pair.handle).residency.present_bytes <= 2 * BLOCK_BYTES
