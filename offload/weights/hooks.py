@@ -7,33 +7,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from offload.weights.weight import BlockWeights, Weight
+from offload.weights.weight import BlockWeights, Close, Holder, Weight
 
 __all__ = ["BlockCalls", "HostState", "refuse_recorded_graphs"]
-
-Close = Callable[[], None] | None
-
-
-class Stream(Protocol):
-    """Who streams the block, as far as hooks ask."""
-
-    def enter(self, block: BlockWeights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Close: ...
-
-    def leave(self, block: BlockWeights, close: Close) -> None: ...
-
-    def host_copy(self, weight: Weight) -> Tensor: ...
-
-    def adopt(self, weight: Weight) -> None: ...
 
 
 class BlockCalls:
     """The hooks of a block, as `HookPair` calls them."""
 
-    def __init__(self, stream: Stream, block: BlockWeights) -> None:
+    def __init__(self, stream: Holder, block: BlockWeights) -> None:
         self._stream = stream
         self._block = block
         self._compiled: object = None  # that was looked at
@@ -68,9 +54,9 @@ class HostState:
     def __init__(self, weight: Weight | None = None) -> None:
         self._weight: Callable[[], Weight | None] = _of_a_copy if weight is None else weakref.ref(weight)
 
-    def _here(self, module: nn.Module) -> tuple[Weight, Stream] | None:
+    def _here(self, module: nn.Module) -> tuple[Weight, Holder] | None:
         weight = self._weight()
-        stream: Stream | None = None if weight is None else weight.holder()
+        stream: Holder | None = None if weight is None else weight.holder()
         return (weight, stream) if weight and stream and weight.module() is module else None
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -34,15 +34,8 @@ def least_window(sizes: Sequence[int]) -> int:
 
 
 def first_plan(sizes: Sequence[int], limit_bytes: int) -> Plan:
-    """Before anything is measured: blocks at equal distances, as many as fit beside the window."""
-    window = least_window(sizes)
-    best: frozenset[int] = frozenset()
-    for number in range(1, len(sizes) + 1):
-        spread = frozenset((2 * at + 1) * len(sizes) // (2 * number) for at in range(number))
-        if sum(sizes[index] for index in spread) + window > limit_bytes:
-            break
-        best = spread
-    return _whole(sizes, limit_bytes) or Plan(best, window)
+    """Before anything is measured: the window has all of the limit."""
+    return _whole(sizes, limit_bytes) or Plan(frozenset(), limit_bytes)
 
 
 def _whole(sizes: Sequence[int], limit_bytes: int) -> Plan | None:

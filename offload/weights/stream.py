@@ -12,7 +12,7 @@ when bytes move.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ from offload.weights.order import Order, Pass, Use
 from offload.weights.parameters import Parameters
 from offload.weights.residency import CLIENT, Residency
 from offload.weights.watched import make_plain, watch
-from offload.weights.weight import BlockWeights, Weight
+from offload.weights.weight import BlockWeights, Close, Weight
 
 __all__ = ["WeightStream"]
 
@@ -84,7 +84,6 @@ class WeightStream(Client):
         self._device = engine.device
         self._lock = engine.lock
         self.model_name = type(model).__name__
-        self.choice = choice
         self.blocks = [
             BlockWeights(index, name, engine.device, weights)
             for index, (name, weights) in enumerate(choice.blocks.items())
@@ -128,10 +127,8 @@ class WeightStream(Client):
         engine.attach(self)
 
     # -- forwards of blocks ----------------------------------------------------------------------------------
-    def enter(
-        self, block: BlockWeights, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[], None] | None:
-        """A forward of the block begins, or a recompute. Blocks the host: never."""
+    def enter(self, block: BlockWeights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Close:
+        """As Holder. Blocks the host: never."""
         with self._lock:
             self._used(block, Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE)
             block.entered += 1
@@ -142,7 +139,7 @@ class WeightStream(Client):
         self._say_casts(block)
         return self._open_pair((block,))
 
-    def _open_pair(self, blocks: Collection[BlockWeights]) -> Callable[[], None] | None:
+    def _open_pair(self, blocks: Collection[BlockWeights]) -> Close:
         """What is saved of the blocks' weights from here on keeps no bytes, until the function that is
         returned is called. A checkpoint keeps none in its forward, and in its recompute an alias. Where torch
         admits no saved-tensor hooks the blocks stay, which is said once."""
@@ -168,8 +165,8 @@ class WeightStream(Client):
             )
         return None
 
-    def leave(self, block: BlockWeights, close: Callable[[], None] | None) -> None:
-        """It is over, or was left by an exception."""
+    def leave(self, block: BlockWeights, close: Close) -> None:
+        """As Holder."""
         if close is not None:
             close()
         with self._lock:
@@ -253,7 +250,7 @@ class WeightStream(Client):
         """As Holder."""
         blocks = list({id(weight.block): weight.block for weight in weights}.values())
         held: list[BlockWeights] = []
-        close: Callable[[], None] | None = None
+        close: Close = None
         try:
             with self._lock:
                 for block in blocks:
@@ -287,7 +284,7 @@ class WeightStream(Client):
             return self._parameters.host_copy(weight)
 
     def adopt(self, weight: Weight) -> None:
-        """As `Parameters.adopt`."""
+        """As Holder."""
         with self._lock:
             self._parameters.adopt(weight)
 
@@ -346,7 +343,6 @@ class WeightStream(Client):
         return self._device.pins
 
     def _take_plan(self, plan: Plan) -> None:
-        self.plan = plan
         for block in self.blocks:
             block.keep = block.index in plan.keep
         self.residency.window_bytes = plan.window_bytes

@@ -16,9 +16,9 @@ import re
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,9 @@ from torch.optim.optimizer import _foreach_supported_types
 
 from offload.errors import OffloadError
 from offload.params.watched import READ_NO_BYTES, Watched, accessors, methods, untouched, watched_in
-from offload.weights.weight import Weight
+from offload.weights.weight import Holder, Weight
 
-__all__ = ["Holder", "StreamedWeight", "make_plain", "orphan", "owner_of", "watch"]
+__all__ = ["StreamedWeight", "make_plain", "orphan", "owner_of", "watch"]
 
 _OWNER = "_offload_weight"  # attribute of what is watched: a weak reference to its Weight
 
@@ -56,22 +56,6 @@ _ADDRESS = methods(
 
 _LISTS = re.compile("_foreach_|_fused_|_amp_foreach_")
 """Names of calls that compute each tensor of their lists by itself."""
-
-
-class Holder(Protocol):
-    """Who streams the weights."""
-
-    def hold(self, weights: Collection[Weight]) -> AbstractContextManager[None]:
-        """Inside, their blocks are on the device, for the current lane."""
-
-    def wrote(self, weight: Weight) -> None:
-        """The current lane has written it."""
-
-    def set_data(self, weight: Weight, value: Tensor) -> None:
-        """`weight.data = value`."""
-
-    def host_copy(self, weight: Weight) -> Tensor:
-        """A view of its master on the CPU, which has the newest bytes."""
 
 
 class StreamedWeight(Watched):

@@ -13,9 +13,10 @@ to `remove`. Only the storage's bytes come and go, so views and saved aliases fo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +26,16 @@ from offload.memory.arena import HostArena
 from offload.params.layout import lay_out
 from offload.params.sections import FlatSpec, HostSection
 
-__all__ = ["BlockWeights", "Weight", "bytes_over", "has_own_storage"]
+__all__ = ["BlockWeights", "Close", "Holder", "Weight", "has_own_storage"]
 
 _use_count = torch._C._storage_Use_Count
 _FLAT = "weights"
 
+Close = Callable[[], None] | None
+"""Ends what a forward has opened."""
 
-def bytes_over(storage: torch.UntypedStorage) -> Tensor:
+
+def _bytes_over(storage: torch.UntypedStorage) -> Tensor:
     """All bytes of a storage: 1-D, uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
         storage, 0, (storage.nbytes(),), (1,)
@@ -47,6 +51,31 @@ def has_own_storage(tensor: Tensor) -> bool:
         and storage.resizable()
         and _use_count(storage._cdata) == 2  # the tensor, and this object
     )
+
+
+class Holder(Protocol):
+    """Who streams a weight, as its watched class and hooks of modules ask."""
+
+    def enter(self, block: BlockWeights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Close:
+        """A forward of the block begins, or a recompute. Returns what is called at its end."""
+
+    def leave(self, block: BlockWeights, close: Close) -> None:
+        """It is over, or was left by an exception."""
+
+    def hold(self, weights: Collection[Weight]) -> AbstractContextManager[None]:
+        """Inside, their blocks are on the device, for the current lane."""
+
+    def wrote(self, weight: Weight) -> None:
+        """The current lane has written it."""
+
+    def set_data(self, weight: Weight, value: Tensor) -> None:
+        """`weight.data = value`, a tensor that nobody else has."""
+
+    def host_copy(self, weight: Weight) -> Tensor:
+        """A view of its master on the CPU, which has the newest bytes."""
+
+    def adopt(self, weight: Weight) -> None:
+        """The parameter that load_state_dict(assign=True) has put in its place streams from here on."""
 
 
 def _nobody() -> None:
@@ -79,7 +108,7 @@ class Weight:
         self.dirty = False
         self.version = parameter._version
         self.block: BlockWeights
-        self.holder: Callable[[], Any] = _nobody
+        self.holder: Callable[[], Holder | None] = _nobody
         self.unswappable = weakref.ref(parameter)  # torch.utils.swap_tensors refuses what has one
         self.storage: torch.UntypedStorage
         self.on_device: Tensor
@@ -106,7 +135,7 @@ class Weight:
     def rest(self) -> None:
         """The parameter's storage is its own from here on."""
         self.storage = self.parameter.untyped_storage()
-        self.on_device = bytes_over(self.storage)
+        self.on_device = _bytes_over(self.storage)
         self.version = self.parameter._version
 
     def replaced_by(self) -> nn.Parameter | None:
