@@ -101,6 +101,8 @@ class Watch:
         self._later = Counter[object]()
         self._since: dict[str, int] = {}  # by block, the step of its first call
         self._said = Once()
+        if not _hooks:  # now: a first forward may come in an optimizer's closure
+            _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
     def refuses(self, name: str, module: nn.Module) -> bool:
         """Whether block `name`, `module`, is to be kept or moved instead of recomputed."""
@@ -333,8 +335,6 @@ _hooks: list[Any] = []
 
 def net_of(engine: OffloadEngine) -> Net:
     """That of an engine, attached to it as a client on first use."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before_step))
     if engine not in _nets:
         _nets[engine] = Net(engine)
         engine.attach(_nets[engine])

@@ -74,6 +74,19 @@ def _stack(kind: str, *key: None) -> _ReadWrite:
 
 _READ, _WRITE = zip(*_settings(), strict=True)
 
+_attention_chosen: set[torch.device] = set()
+
+
+def _choose_attention(device: torch.device) -> None:
+    """Have torch set its order of attention kernels, which the first attention of a process does: a first
+    forward would begin under another order than it ends with, and its recompute would take another kernel."""
+    if device.type in ("cuda", "xpu") and device not in _attention_chosen:
+        _attention_chosen.add(device)
+        with outside_modes():
+            few = torch.empty(1, 1, 8, 8, dtype=torch.float16, device=device)
+            torch._fused_sdp_choice(few, few, few)
+
+
 _rewound = threading.RLock()
 """Held while a recompute has set the process's random states back: backwards may run in several threads."""
 
@@ -89,6 +102,8 @@ class Surroundings:
         away = [device for device in devices if device.type not in ("cpu", "meta")]
         generators: list[Any] = [torch.default_generator, *map(generator_of, away)]
         self.generators = [(generator, generator.get_state()) for generator in generators]
+        for device in away:
+            _choose_attention(device)
         kinds = {device.type for device in away} or {DefaultDeviceType.get_device_type()}
         self._autocast = [
             _autocast_of(kind) for kind in {"cpu", *kinds} if torch.amp.is_autocast_available(kind)

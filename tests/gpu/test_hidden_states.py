@@ -8,6 +8,8 @@ The chain of the memory test is of L blocks tanh(x @ w), each of whose inputs is
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -170,3 +172,32 @@ def test_after_the_forward_all_inputs_but_two_are_gone_and_it_runs_where_checkpo
         handle.remove()
         offload.step_end()
     assert chain.is_out_of_memory(chain.checkpointed, room)
+
+
+FIRST_ATTENTION = """
+import offload, torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(512, 1536, bias=False)
+
+    def forward(self, x):
+        parts = self.qkv(x).view(1, -1, 12, 128).transpose(1, 2).chunk(3, dim=1)
+        return x + scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2)
+
+model = nn.Sequential(Block(), Block()).to("cuda", torch.bfloat16)
+offload.apply(model, mode="hidden_states", min_numel=1)
+model(torch.randn(1, 4096, 512, device="cuda", dtype=torch.bfloat16)).square().sum().backward()
+offload.step_end()
+print("same")
+"""
+
+
+def test_the_first_attention_of_a_process_may_be_a_recomputed_blocks() -> None:
+    """torch sets its order of attention kernels with the first one: it was put back for the recompute, which
+    then took another kernel than its forward, and saved other tensors."""
+    done = subprocess.run([sys.executable, "-c", FIRST_ATTENTION], capture_output=True, text=True)
+    assert done.stdout.strip() == "same", done.stderr

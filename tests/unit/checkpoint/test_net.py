@@ -191,7 +191,10 @@ def test_a_late_verdict_is_not_waited_for_before_the_next_steps_end(
 @pytest.mark.parametrize("by_name", [True, False])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
 def test_a_difference_in_a_closure_is_raised_before_weights_are_stepped(kind: Any, by_name: bool) -> None:
-    """The closure's backward runs inside of step(), so the verdict that was there before it said nothing."""
+    """The closure's backward runs inside of step(), so the verdict that was there before it said nothing;
+    also where its forward is the first that the process compares."""
+    while net._hooks:
+        net._hooks.pop().remove()
     model = nn.Sequential(Scaled(), Scaled())
     offload.apply(model, "hidden_states", min_numel=1)
     optimizer = kind(model.parameters(), lr=0.1)
