@@ -16,7 +16,9 @@ import moe
 import offload
 from offload import PipelineOffloadManager
 from offload.compat import torchtitan
+from offload.device.sim import SimDevice
 from offload.modules.blocks import find_experts
+from tests.unit.groups.stack import build_manager, installed
 from tests.unit.moe.mixtures import SMALL, loss_of, text
 
 ON = {"enable_activation_offload": True, "activation_offload_min_tensor_size": 1}
@@ -136,6 +138,33 @@ def test_modes_of_the_experts_of_any_model(manager: PipelineOffloadManager) -> N
     assert recomputed == {"save_on_cpu": set(), "checkpoint": {"experts"}, "both": {"experts", "gate"}}
     assert moved["checkpoint"] == 0
     assert 4 * ROWS * WIDTH * 4 <= moved["both"] < moved["save_on_cpu"]
+
+
+@pytest.mark.req("S3-59")
+def test_the_input_of_experts_of_any_model_leaves_while_the_attention_after_them_computes() -> None:
+    """It is under way when the next attention begins and has left before it ends, and nobody waits."""
+    attention_s, nbytes = 1e-3, ROWS * WIDTH * 4
+    device = SimDevice(executor="clock", d2h_gb_s=nbytes / (0.5 * attention_s) / 1e9)
+    seen: list[tuple[int, bool, bool]] = []
+
+    def attends(*_: Any) -> None:
+        begun = device.d2h.time_s > device.compute.time_s
+        device.compute_for(attention_s)
+        seen.append((device.d2h.copied_bytes, begun, device.d2h.time_s <= device.compute.time_s))
+
+    expected = gradients(layers())
+    with installed(build_manager(device=device)) as manager:
+        assert manager is not None
+        keys = {**ON, "activation_offload_mode": "both", "activation_offload_min_tensor_size": ROWS * WIDTH}
+        torchtitan.settings(keys).apply(model := layers())
+        for layer in model.children():
+            layer.attention.register_forward_pre_hook(attends)
+        assert all(map(torch.equal, gradients(model, manager.step_end), expected))
+        stats = manager.stats
+    forward = seen[-4:]
+    assert [sent - forward[0][0] for sent, _, _ in forward] == [0, nbytes, 2 * nbytes, 3 * nbytes]
+    assert [(begun, ended) for _, begun, ended in forward[1:]] == [(True, True)] * 3
+    assert stats.saved_bytes == 4 * nbytes
 
 
 @pytest.mark.req("S3-55")
