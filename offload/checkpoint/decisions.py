@@ -68,20 +68,17 @@ def is_decision(part: torch.Tensor, reader: Any) -> bool:
 class Decisions:
     """Decisions of one block, learned in its first forward under a checkpoint.
 
-    keep: what to keep in each run, None until it is known. written: calls whose outputs the block changes in
-    place, so they are recomputed whatever was to be kept. most_elements: scores with more are recomputed.
+    keep: what to keep in each run, None until it is known. are_none: it decides nothing. written: calls whose
+    outputs the block changes in place, so they are recomputed whatever was to be kept. most_elements: scores
+    with more are recomputed.
     """
 
     def __init__(self, keep_ops: Collection[Operator]) -> None:
-        self.base = Keep(keep_ops, or_nothing=True)
+        self.base = Keep(keep_ops, of_block=True)
         self.written: frozenset[Place] = frozenset()
         self.keep: Keep | None = None
+        self.are_none = False
         self.most_elements = 0
-
-    @property
-    def are_none(self) -> bool:
-        """Whether the block was seen to decide nothing."""
-        return self.keep is self.base
 
     def is_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The arguments of a call of the block."""
@@ -94,11 +91,8 @@ class Decisions:
     ) -> None:
         """The calls of these operators decide, from the scores that those calls make; and what the calls
         `written` return is changed in place."""
-        self.written = written
-        if operators or scores or written:
-            self.keep = self.base.learned(operators, scores, written)
-        else:
-            self.keep = self.base
+        self.written, self.are_none = written, not (operators or scores)
+        self.keep = self.base.learned(operators, scores, written)
 
 
 class _Maker(NamedTuple):

@@ -31,14 +31,16 @@ class KeepContext:
 
 
 class Keep:
-    """What is to be kept: a set of operators, a set of calls, or a policy. or_nothing: the set may be empty.
+    """What is to be kept: a set of operators, a set of calls, or a policy.
 
+    of_block: the set may be empty; until it has `learned` what the block decides, calls of every operator are
+        counted; and no output is kept that was changed in place.
     calls: named after another forward; one that was written to since is not kept. copied: operators whose
-    outputs are kept as copies. numbers_all: calls of every operator are counted.
+    outputs are kept as copies.
     names: for the report of what was never called; none for a set of calls, which are another forward's.
     """
 
-    def __init__(self, keep_ops: Collection[Any] | Callable[..., Any], *, or_nothing: bool = False) -> None:
+    def __init__(self, keep_ops: Collection[Any] | Callable[..., Any], *, of_block: bool = False) -> None:
         self.policy: Callable[..., Any] | None = None
         self.calls: frozenset[Place] = frozenset()
         self.copied: frozenset[Operator] = frozenset()
@@ -47,7 +49,7 @@ class Keep:
         self._whole: frozenset[Operator] = frozenset()
         self._without: frozenset[Place] = frozenset()
         if isinstance(keep_ops, Collection) and not isinstance(keep_ops, str):
-            if not (keep_ops or or_nothing):
+            if not (keep_ops or of_block):
                 raise ValueError(
                     "keep_ops is empty: every output would be recomputed, as a plain checkpoint does; name "
                     "some operators"
@@ -68,21 +70,16 @@ class Keep:
                 f"keep_ops is a {type(keep_ops).__name__}, must be a set of operators, a set of pairs "
                 "(operator, call number), or a policy(ctx, op, *args, **kwargs)"
             )
-        self.numbers_all = self.policy is not None
+        self.of_block = of_block
+        self._numbers_all = of_block or self.policy is not None
         self._numbered = self._whole | {operator for operator, _ in self.calls}
-
-    def counting_all(self) -> Keep:
-        """A copy that counts calls of every operator."""
-        keep = copy.copy(self)
-        keep.numbers_all = True
-        return keep
 
     def learned(
         self, copied: frozenset[Operator], calls: frozenset[Place], without: frozenset[Place]
     ) -> Keep:
         """A copy with every call of the operators `copied`, and `calls`; but none of `without`."""
         keep = copy.copy(self)
-        keep._without = without
+        keep._without, keep._numbers_all = without, False
         keep.copied, keep.calls = copied - self._whole, self.calls | calls
         keep._whole = self._whole | copied
         keep._numbered = keep._whole | {operator for operator, _ in keep.calls}
@@ -91,7 +88,7 @@ class Keep:
     def numbers(self, operator: Operator) -> bool:
         """Whether calls of this operator are counted: those that may be kept, in the forward and in the
         recompute alike."""
-        return operator not in SAC_IGNORED_OPS if self.numbers_all else operator in self._numbered
+        return operator not in SAC_IGNORED_OPS if self._numbers_all else operator in self._numbered
 
     def may_want(self, operator: Operator, number: int) -> bool:
         """Whether a call may be kept: asked before it, of an operator that is counted."""

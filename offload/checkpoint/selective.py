@@ -96,7 +96,7 @@ def contexts_for(
             first = _FirstMode(decisions, manager, group)
             return first, _RecomputeMode(first)
         sample = net_of(engine).region_sample(engine, keep.key) if compares else None
-        forward = _ForwardMode(keep, manager, group, sample, recomputes_written=decisions is not None)
+        forward = _ForwardMode(keep, manager, group, sample)
         return forward, _RecomputeMode(forward)
 
     return context_fn
@@ -148,18 +148,9 @@ class _ForwardMode(CallMode):
     kept: by operator and number. calls: of each operator that may be kept.
     """
 
-    def __init__(
-        self,
-        keep: Keep,
-        groups: Groups,
-        name: str | None,
-        sample: Sample | None,
-        *,
-        recomputes_written: bool = False,
-    ) -> None:
+    def __init__(self, keep: Keep, groups: Groups, name: str | None, sample: Sample | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.keep = keep
-        self._recomputes_written = recomputes_written
         self.sample = sample
         self.engine = groups.engine
         self.kept: dict[tuple[Operator, int], KeptCall] = {}
@@ -193,8 +184,7 @@ class _ForwardMode(CallMode):
             self._pair.__exit__()
             self._pair = self._waiting = None
         self._made.clear()
-        if self.keep.calls or self._recomputes_written:
-            self._drop_written()
+        self._drop_written()
         self._group.end()
         # in a backward an outer recompute runs this forward again
         if self.keep.names and torch._C._current_graph_task_id() == -1:
@@ -253,22 +243,21 @@ class _ForwardMode(CallMode):
             with self.engine.lock:
                 self._group.left(call.leave(functools.partial(self.engine.hooks.pack_for, scope)))
 
-    def _drop_written(self) -> set[Place]:
+    def _drop_written(self) -> None:
         """Let calls go whose outputs were changed in place after all: the recompute makes them again. Named
-        after another forward, in which nothing wrote to them, they may be. Returns their places."""
-        may_be = self.kept.keys() if self._recomputes_written else self.kept.keys() & self.keep.calls
-        written = {place for place in may_be if self.kept[place].is_written()}
-        self.kept = {place: call for place, call in self.kept.items() if place not in written}
-        return written
+        after another forward, in which nothing wrote to them, they may be."""
+        may_be = self.kept.keys() if self.keep.of_block else self.kept.keys() & self.keep.calls
+        self._written = {place for place in may_be if self.kept[place].is_written()}
+        for place in self._written:
+            del self.kept[place]
 
 
 class _FirstMode(_ForwardMode):
     """The first run of a block under a checkpoint: finds what it decides, and keeps that."""
 
     def __init__(self, decisions: Decisions, groups: Groups, name: str | None) -> None:
-        super().__init__(decisions.base.counting_all(), groups, name, None, recomputes_written=True)
+        super().__init__(decisions.base, groups, name, None)
         self._decisions = decisions
-        self._written: set[Place] = set()
         self._finder = Finder(decisions.most_elements)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -283,11 +272,6 @@ class _FirstMode(_ForwardMode):
                     scope = self._group.scope(self.engine.device.compute)
                 self._keep(found, call, scope)
         return output
-
-    def _drop_written(self) -> set[Place]:
-        written = super()._drop_written()
-        self._written |= written
-        return written
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
