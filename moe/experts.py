@@ -130,7 +130,7 @@ def _second_backward(
     share: float,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of h, of the rows' weights and of w2, as far as they are needed. What is (R, F) is freed or
-    written over as soon as it can be: there are three of it at most, two of them the gradient of h."""
+    written over as soon as it can be: there are four of it at most, two of them the gradient of h."""
     grad_RD = grad_RD.contiguous()  # an expanded one crashes grouped_mm
     of_h = of_weights = of_w2 = None
     act_RF = _activated(h_RG, None)
@@ -148,8 +148,8 @@ def _second_backward(
         gate_RF, up_RF = h_RG.chunk(2, dim=1)
         of_h = torch.empty_like(h_RG)
         of_gate, of_up = of_h.chunk(2, dim=1)
-        torch.ops.aten.silu.out(gate_RF, out=of_up).mul_(grad_RF)
-        torch.ops.aten.silu_backward.grad_input(grad_RF.mul_(up_RF), gate_RF, grad_input=of_gate)
+        of_up.copy_(nn.functional.silu(gate_RF)).mul_(grad_RF)  # not by out=, which torch.compile refuses
+        of_gate.copy_(torch.ops.aten.silu_backward(grad_RF.mul_(up_RF), gate_RF))
     return of_h, of_weights, of_w2
 
 

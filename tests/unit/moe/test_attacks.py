@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from moe import GROUP_NAMES, MixtureGPT, replaying_contexts
+from moe import GROUP_NAMES, MixtureGPT, build_stage_module, products, replaying_contexts
 from offload import init_chunk_handler, step_end
 from tests.unit.moe.mixtures import SMALL, assert_same, grads_of, loss_of, offloading, step, text
 
@@ -227,6 +227,24 @@ def test_experts_that_are_compiled(name: str) -> None:
             mixture.experts.compile(backend="aot_eager")
         for _ in range(2):
             assert_same(once(model), expected)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mode", [None, "checkpoint"])
+def test_compiled_experts_are_one_graph_where_products_are_grouped(
+    mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: forward and backward, without a break."""
+    if not products._takes("cpu", torch.bfloat16, True):
+        pytest.skip("this torch has no grouped_mm on the CPU")
+    monkeypatch.setattr(products, "_is_grouped", lambda *_: True)
+    config = CONFIG.with_(layers=1)
+    expected = once(build_stage_module(config, dtype=torch.bfloat16))
+    torch._dynamo.reset()
+    model = build_stage_module(config, dtype=torch.bfloat16, experts_mode=mode)
+    for mixture in model.mixtures():
+        mixture.experts.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(once(model), expected, rtol=3e-2, atol=1e-3)
     torch._dynamo.reset()
 
 

@@ -191,6 +191,27 @@ def test_mixture_is_the_weighted_sum_of_its_experts(probabilities: Any, normaliz
     )
 
 
+@pytest.mark.parametrize("kept", ["permuted", "unpermuted"])
+def test_autocast_is_of_the_rows_before_they_are_copied(kept: Any) -> None:
+    """As a linear layer's: the output is in its dtype, and so is all that is saved of the width of x."""
+    mixture = Mixture(SMALL, placement=Placement(input_kept=kept))
+    dtypes: set[torch.dtype] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.shape[-1] in (SMALL.dim, 2 * SMALL.expert_hidden) and not isinstance(tensor, nn.Parameter):
+            dtypes.add(tensor.dtype)
+        return tensor
+
+    x = torch.randn(5, SMALL.dim, requires_grad=True)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
+        y = mixture(x)
+    assert y.dtype is torch.bfloat16
+    assert dtypes == {torch.bfloat16}
+
+
 def test_stages_hold_the_whole_models_parameters_and_compute_its_bits() -> None:
     whole = MixtureGPT(SMALL)
     parts = [build_stage_module(SMALL, stage, 3) for stage in range(3)]

@@ -47,6 +47,10 @@ def test_rows_of_one_expert_stay_in_the_order_of_their_tokens() -> None:
     assert ends.tolist() == [2, 3, 6, 6, 6, 7]
     assert order.dtype is ends.dtype is torch.int32
     assert inverse_of(order)[order.long()].tolist() == list(range(7))
+    many = torch.randint(0, 3, (100_000,), generator=torch.Generator().manual_seed(0))
+    order, ends = sorted_rows(many, 3)
+    for rows_of_one in order.tensor_split(ends[:-1].long()):
+        assert bool((rows_of_one.diff() > 0).all())
 
 
 def test_decisions_are_softmax_top_k_and_normalized() -> None:
