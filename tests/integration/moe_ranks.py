@@ -3,6 +3,8 @@ share."""
 
 from __future__ import annotations
 
+import random
+import time
 import warnings
 from collections import Counter
 from typing import Any
@@ -31,7 +33,8 @@ from moe import (
 from offload import OffloadConfig, apply, configure, init_chunk_handler, step_end
 from parallel.schedules import build_schedule, schedule_named, stages_of
 from parallel.stage import OffloadPipelineStage
-from tests.unit.moe.mixtures import SMALL, grads_of, loss_of, step, text
+from tests.unit.groups.stack import EXECUTORS
+from tests.unit.moe.mixtures import SMALL, grads_of, loss_of, offloading, step, text
 
 CONFIG = SMALL.with_(layers=2, balance="loss")
 COMBINATIONS: dict[str, tuple[str, ...]] = {
@@ -128,6 +131,20 @@ def shared_by_all(rank: int, world: int) -> dict[str, Any]:
             "spilled": manager.stats.spill_bytes,
             "lent": manager.engine.arena.stats().lent_bytes,
         }
+    return found
+
+
+def in_any_order(rank: int) -> dict[str, list[bool]]:
+    """Copies that end early, at random or by a clock, on ranks that come to their layers at other times."""
+    expected = step(MixtureGPT(CONFIG, dist.group.WORLD), seeds_of(rank))
+    pauses = random.Random(rank)
+    found = {}
+    for executor in EXECUTORS[1:]:
+        with offloading(executor, seed=rank):
+            model = MixtureGPT(CONFIG, dist.group.WORLD, offload_modules=GROUP_NAMES)
+            for mixture in model.mixtures():
+                mixture.register_forward_pre_hook(lambda *_: time.sleep(pauses.random() * 0.02))
+            found[executor] = [is_same(step(model, seeds_of(rank)), expected) for _ in range(2)]
     return found
 
 
@@ -411,6 +428,7 @@ def recomputed_by_apply(rank: int) -> dict[str, bool]:
 
 def rank_main(rank: int, world: int) -> dict[str, Any]:
     found: dict[str, Any] = {"all": shared_by_all(rank, world)}
+    found["any order"] = in_any_order(rank)
     found["order"] = order_of_a_forward(rank)
     found["kinds"] = saved_kinds(rank)
     found["sent"] = sent_in_a_backward(rank, world)

@@ -32,6 +32,11 @@ def test_gradients_of_four_ranks_are_bitwise_those_without_offload(
         assert (rank["all"][name]["spilled"] > 0) == (name != "checkpoint")
 
 
+def test_ranks_that_come_late_and_copies_that_end_whenever_change_no_bit(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["any order"] == {name: [True, True] for name in ("early", "random", "clock")}
+
+
 @pytest.mark.req("S2-98")
 def test_gradients_of_four_ranks_are_nearly_those_of_one(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
