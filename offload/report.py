@@ -92,8 +92,8 @@ class Report:
     @property
     def verdict(self) -> str:
         """What left the device, what a step waits for it, and the next change to make: two lines; "" before
-        a step has ended."""
-        if self.last is None:
+        a step has ended, or where only weights were to leave."""
+        if self.last is None or (self.weights is not None and not self.total.groups):
             return ""
         line = verdict(
             held_bytes=self.last.peak_bytes,
@@ -110,7 +110,7 @@ class Report:
         if not steps:
             none = f"{title}; {self.remark or 'no step with offload has ended yet'}"
             return none if self.weights is None else f"{none}\n\n{self.weights}"
-        parts = [self.verdict, f"{title}{self.link and ', ' + self.link}"]
+        parts = [*filter(None, [self.verdict]), f"{title}{self.link and ', ' + self.link}"]
         parts += [self.remark] if self.remark else []
         parts.append(self._figures())
         parts += [str(each) for each in (self.weights, self.peak) if each]

@@ -72,6 +72,19 @@ def test_nine_tenths_of_the_blocks_are_away_in_the_forward_and_in_the_backward()
         assert 0.1 * number * BLOCK_BYTES >= 2 * BLOCK_BYTES
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_it_goes_with_a_watermark_around_it(together: bool) -> None:
+    marks = {"mode": "watermark", "high": "4096B", "min_numel": 1}
+    with streamed(**(marks if together else {})) as pair:
+        around = None if together else offload.apply(pair.model, **marks)
+        pair.train(5)
+        assert pair.stream.residency.present_bytes_peak == 2 * BLOCK_BYTES
+        if around is not None:
+            assert around.report().total.moved_bytes > 0
+            around.remove()
+            pair.train(2)
+
+
 @pytest.mark.req("W-5", "W-9")
 def test_in_a_settled_step_clean_blocks_are_dropped_and_each_turn_keeps_what_it_used_last() -> None:
     with streamed(frozen=True) as pair:
@@ -79,6 +92,10 @@ def test_in_a_settled_step_clean_blocks_are_dropped_and_each_turn_keeps_what_it_
         figures = pair.handle.weights
         assert figures is not None
         assert (figures.misses, figures.hits) == (0, 2 * BLOCKS)
+        report = pair.handle.report()
+        assert report.verdict == ""
+        assert "8.19 kB on the device" in str(report)
+        assert report.as_dict()["weights"]["hits"] == 2 * BLOCKS
         # the two that a pass used last are there for the next one
         assert figures.in_bytes == 2 * (BLOCKS - 2) * BLOCK_BYTES
         assert figures.out_bytes == 0
@@ -492,3 +509,59 @@ def test_torchs_layers_that_read_weights_past_their_modules(frozen: bool, mode: 
                 # outside of its block torch sees a watched class, and does not take that path
                 first = [model.layers[1].self_attn(x, x, x)[0] for model in (pair.model, pair.plain)]
                 torch.testing.assert_close(*first)
+
+
+def test_hooks_of_the_users_that_read_weights() -> None:
+    with streamed() as pair:
+        seen: tuple[list[float], list[float]] = ([], [])
+        for mine, model in zip(seen, (pair.model, pair.plain), strict=True):
+
+            def note(module: Any, *_: object, mine: list[float] = mine) -> None:
+                mine.append((module.up.weight.norm() + module.down.weight.sum()).item())
+
+            for layer in model.layers:
+                layer.register_forward_pre_hook(note)
+                layer.register_forward_hook(note)
+                layer.register_full_backward_pre_hook(note)
+                layer.register_full_backward_hook(note)
+                weight = layer.up.weight
+                weight.register_hook(
+                    lambda gradient, weight=weight, mine=mine: mine.append((weight * gradient).sum().item())
+                )
+        pair.train(2)
+        assert seen[0] == seen[1]
+        assert len(seen[0]) == 2 * BLOCKS * 5
+
+
+def test_blocks_that_are_replaced_taken_out_and_added() -> None:
+    with streamed() as pair:
+        pair.train(2)
+        for change in (
+            lambda layers, new: layers.__setitem__(2, new),
+            lambda layers, new: layers.__delitem__(4),
+            lambda layers, new: layers.append(new),
+        ):
+            new = Model(1).layers[0]
+            for model in (pair.model, pair.plain):
+                change(model.layers, copy.deepcopy(new))
+            gc.collect()
+            pair.train(2)
+        assert pair.stream._engine.arena.lent_bytes == (BLOCKS - 2) * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("name", ["spectral_norm", "weight_norm", "orthogonal"])
+def test_parametrised_weights(name: str) -> None:
+    parametrise = getattr(nn.utils.parametrizations, name)
+
+    class Parametrised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = parametrise(nn.Linear(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.linear(x)
+
+    with streamed(nn.Sequential(*(Parametrised() for _ in range(4)))) as pair:
+        pair.train(3)
+        weights = [model[2].linear.weight for model in (pair.model, pair.plain)]
+        assert torch.equal(*weights)
