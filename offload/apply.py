@@ -31,7 +31,7 @@ from offload.checkpoint.net import Watch
 from offload.config import Mode, OffloadConfig, check_min_elements, check_mode
 from offload.groups.manager import GroupsManager
 from offload.modules.auto import Auto
-from offload.modules.blocks import Blocks, Modules, find_blocks, match_groups, match_modules, without_nested
+from offload.modules.blocks import Blocks, Modules, find_blocks, match_groups, without_nested
 from offload.modules.hooks import HookPair
 from offload.modules.mixed import MixedCalls
 from offload.modules.recomputed import RecomputedCalls
@@ -123,12 +123,12 @@ class Applied:
         """What was saved, moved and kept since `apply`, by all that is offloaded in this process, and in
         which phase of a step the device's memory is highest. gather: with every rank's figures; then all
         ranks must call. Blocks the host: only to gather."""
+        nothing = f"mode={self.mode!r}, as it was asked: nothing of {self._name} leaves"
         if self._start is None:
-            return replace(
-                report(gather=gather), remark=f"mode=False, as it was asked: nothing of {self._name} leaves"
-            )
+            return replace(report(gather=gather), remark=nothing)
         peak = self._root.peak.text() if isinstance(self._root, ModelRoot) else ""
         found = replace(self._start.report(gather=gather), peak=peak)
+        found = replace(found, remark=found.remark or nothing) if self.mode == "checkpoint" else found
         return found if self.weights is None else replace(found, weights=replace(self.weights))
 
     def explain(self) -> Explanation | WeightFigures:
@@ -213,7 +213,7 @@ class Applied:
 def apply(
     model: nn.Module,
     mode: Mode | None = None,
-    blocks: str | Sequence[str] | None = None,
+    blocks: Modules | None = None,
     modules: Modules | None = None,
     device_limit: int | str | None = None,
     host_limit: int | str | None = None,
@@ -246,7 +246,7 @@ def apply(
         oldest first. It goes around other modes, and takes what they leave.
         False: nothing.
     blocks: patterns of module names (fnmatch), such as "model.layers.*". None finds them: neighbours of one
-        class in a ModuleList or Sequential.
+        class in a ModuleList or Sequential. By the name of a group, as `modules`.
     modules: patterns of modules inside blocks, such as ["*.self_attn", "*.mlp.act_fn"]: each is a group of
         its own, and the rest of its block stays; or by the group's name, as {"experts": "*.mlp.experts"}. For
         mode "groups". With `blocks`, only those inside these.
@@ -435,7 +435,7 @@ activations = _context_of(apply)
 def _groups_of(
     model: nn.Module,
     mode: Mode,
-    blocks: str | Sequence[str] | None,
+    blocks: Modules | None,
     modules: Modules | None,
 ) -> Blocks:
     """What gets groups of its own."""
@@ -443,7 +443,7 @@ def _groups_of(
         return {}
     if modules is None:
         return _blocks_of(model, blocks)
-    found = match_groups(model, modules)
+    found = match_groups(model, modules, "modules")
     if blocks is None:
         return found
     inside = tuple(f"{name}." for named in _blocks_of(model, blocks).values() for name in named)
@@ -459,8 +459,8 @@ def _groups_of(
     return groups
 
 
-def _blocks_of(model: nn.Module, blocks: str | Sequence[str] | None) -> Blocks:
-    return find_blocks(model) if blocks is None else without_nested(match_modules(model, blocks, "blocks"))
+def _blocks_of(model: nn.Module, blocks: Modules | None) -> Blocks:
+    return find_blocks(model) if blocks is None else without_nested(match_groups(model, blocks, "blocks"))
 
 
 def _never_recomputed(groups: Blocks, no_recompute: str | Sequence[str] | None) -> set[str]:

@@ -111,7 +111,7 @@ class Report:
             none = f"{title}; {self.remark or 'no step with offload has ended yet'}"
             return none if self.weights is None else f"{none}\n\n{self.weights}"
         parts = [*filter(None, [self.verdict]), f"{title}{self.link and ', ' + self.link}"]
-        parts += [self.remark] if self.remark else []
+        parts += [self.remark] if self.remark and self.remark not in self.verdict else []
         parts.append(self._figures())
         parts += [str(each) for each in (self.weights, self.peak) if each]
         parts += [table for table in (self._groups(), self._stayed(), self._ranks()) if table]
@@ -132,7 +132,8 @@ class Report:
     def _next(self, last: Figures) -> str:
         shown = last if self.total.moved_bytes else self.total
         if not shown.moved_bytes:
-            return f"Why nothing left{' in the last step' * (shown is last)}: {self._why_nothing(shown)}"
+            why = self.remark or self._why_nothing(shown)
+            return f"Why nothing left{' in the last step' * (shown is last)}: {why}"
         limit = "device_total" if self.device_limit_by == "auto" else "device_limit"
         if last.no_host_bytes:
             needed = max(last.host_lent_bytes, last.moved_bytes) + last.no_host_bytes

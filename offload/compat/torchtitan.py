@@ -129,9 +129,9 @@ class TorchtitanSettings:
         experts, mixtures = find_experts(model)
         numel = self.activation_offload_min_tensor_size
         if self.activation_offload_mode == "checkpoint":
-            return offload_apply(model, mode="checkpoint", blocks=experts, min_numel=numel)
+            return offload_apply(model, mode="checkpoint", blocks={"experts": experts}, min_numel=numel)
         if self.activation_offload_mode == "both":
-            return offload_apply(model, mode="hidden_states", blocks=mixtures, min_numel=numel)
+            return offload_apply(model, mode="hidden_states", blocks={"experts": mixtures}, min_numel=numel)
         return offload_apply(model, mode="groups", modules={"experts": mixtures}, min_numel=numel)
 
 

@@ -138,20 +138,20 @@ def match_modules(model: nn.Module, patterns: str | Sequence[str], argument: str
     return found
 
 
-def match_groups(model: nn.Module, modules: Modules) -> Blocks:
-    """The modules that `apply` was given as `modules`, by group: as `match_modules`, or by the names that it
+def match_groups(model: nn.Module, given: Modules, argument: str) -> Blocks:
+    """The modules that `apply` was given as `argument`, by group: as `match_modules`, or by the names that it
     was given for them."""
-    if not isinstance(modules, Mapping):
-        return match_modules(model, modules, "modules")
-    if not modules or not all(isinstance(group, str) and group for group in modules):
-        raise ValueError(f"modules is {modules!r}, must name each group, such as {{'experts': '*.experts'}}")
+    if not isinstance(given, Mapping):
+        return match_modules(model, given, argument)
+    if not given or not all(isinstance(group, str) and group for group in given):
+        raise ValueError(f"{argument} is {given!r}, must name each group, such as {{'experts': '*.experts'}}")
     return {
         group: {
             name: module
-            for named in without_nested(match_modules(model, patterns, "modules")).values()
+            for named in without_nested(match_modules(model, patterns, argument)).values()
             for name, module in named.items()
         }
-        for group, patterns in modules.items()
+        for group, patterns in given.items()
     }
 
 

@@ -133,6 +133,8 @@ def test_modes_of_the_experts_of_any_model(manager: PipelineOffloadManager) -> N
         products = calls_in_a_backward(model, "attention", "gate", "experts")
         handle = torchtitan.settings({**ON, "activation_offload_mode": mode}).apply(model)
         assert all(map(torch.equal, gradients(model, manager.step_end), expected)), mode
+        inside = ".experts" if mode == "checkpoint" else ""
+        assert dict(handle.groups) == {"experts": tuple(f"{at}.moe{inside}" for at in range(4))}
         moved[mode], recomputed[mode] = manager.stats.spill_bytes, products
         handle.remove()
     assert recomputed == {"save_on_cpu": set(), "checkpoint": {"experts"}, "both": {"experts", "gate"}}
