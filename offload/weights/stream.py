@@ -144,7 +144,7 @@ class WeightStream(Client):
         returned is called. A checkpoint keeps none in its forward, and in its recompute an alias. Where torch
         admits no saved-tensor hooks the blocks stay, which is said once."""
         hooks = self._engine.hooks
-        if not torch.is_grad_enabled() or hooks.sees_saves():
+        if hooks.sees_saves():
             return None
         if inside_checkpoint():
             return hooks.pop_aliases if hooks.push_aliases() else None
@@ -152,7 +152,10 @@ class WeightStream(Client):
             torch._C._functorch.peek_interpreter_stack() is None
             and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
         ):
+            # also without gradients: they may be switched on inside
             return partial(hooks.pop, hooks.push(_TakesNothing()))
+        if not torch.is_grad_enabled():
+            return None
         for block in blocks:
             block.pinned = True
         if self._said.first("transformed"):
@@ -231,18 +234,19 @@ class WeightStream(Client):
 
     def _say_casts(self, block: BlockWeights) -> None:
         kind = self._device.torch_device.type
-        if torch.is_autocast_enabled(kind) and self._said.first("autocast"):
-            cast = torch.get_autocast_dtype(kind)
-            wide = [w for w in block.weights if w.parameter.dtype == torch.float32 != cast]
-            if wide:
-                logger.warning(
-                    "%s is in float32 and runs under autocast to %s: each cast of a weight is saved for the "
-                    "backward, and stays on the device as without weights=. Convert frozen blocks to %s, "
-                    "which halves what crosses the link too",
-                    block.name,
-                    cast,
-                    cast,
-                )
+        if not torch.is_autocast_enabled(kind):
+            return
+        cast = torch.get_autocast_dtype(kind)
+        wide = any(weight.parameter.dtype == torch.float32 != cast for weight in block.weights)
+        if wide and self._said.first("autocast"):
+            logger.warning(
+                "%s is in float32 and runs under autocast to %s: each cast of a weight is saved for the "
+                "backward, and stays on the device as without weights=. Convert frozen blocks to %s, "
+                "which halves what crosses the link too",
+                block.name,
+                cast,
+                cast,
+            )
 
     # -- reads and writes from outside -----------------------------------------------------------------------
     @contextmanager

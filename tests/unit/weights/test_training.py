@@ -565,3 +565,26 @@ def test_parametrised_weights(name: str) -> None:
         pair.train(3)
         weights = [model[2].linear.weight for model in (pair.model, pair.plain)]
         assert torch.equal(*weights)
+
+
+def test_a_block_that_switches_gradients_on_where_they_were_off() -> None:
+    class Switches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(WIDTH, WIDTH), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                return (x.unsqueeze(1) * self.weight).sum(-1).tanh()
+
+    with streamed(nn.Sequential(*(Switches() for _ in range(BLOCKS)))) as pair:
+        x = torch.randn(ROWS, WIDTH)
+        for _ in range(3):
+            found = []
+            for model in (pair.model, pair.plain):
+                given = x.clone().requires_grad_()
+                with torch.no_grad():
+                    y = model(given)
+                found.append(torch.autograd.grad(y.sum(), given)[0])
+            assert torch.equal(*found)
+        assert pair.stream.residency.present_bytes_peak == 2 * WIDTH * WIDTH * 4
