@@ -44,6 +44,12 @@ def choose(
     """blocks: by name, none inside another. where: the device that computes. Raises ValueError for parameters
     that FSDP manages, that have no values, or that are on another device; and where nothing streams."""
     _refuse(model, where)
+    for name, block in blocks.items():
+        if isinstance(block, torch.jit.ScriptModule):
+            raise ValueError(
+                f"apply(weights=...) on {type(model).__name__}: {name} is a module of torch.jit, whose code "
+                "reads weights unseen; apply to the model that was scripted or traced, before it was"
+            )
     places = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     storages = Counter(
         parameter.untyped_storage()._cdata

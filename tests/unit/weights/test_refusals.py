@@ -128,6 +128,12 @@ def test_compiled_blocks() -> None:
                 layer._compiled_call_impl = None
 
 
+def test_scripted_blocks() -> None:
+    scripted = nn.Sequential(*(torch.jit.script(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
+    with pytest.raises(ValueError, match=r"0 is a module of torch\.jit"):
+        offload.apply(scripted, weights="host")
+
+
 def test_modules_without_a_mode() -> None:
     with pytest.raises(ValueError, match="name whole blocks with blocks"):
         offload.apply(Model(), weights="host", modules="*.up")
