@@ -82,8 +82,9 @@ class Residency:
         if lease is None:
             return False
         filled: list[Weight] = []
+        weights = tuple(block.weights)  # one whose module dies meanwhile is taken out by a finaliser
         try:
-            for weight in block.weights:
+            for weight in weights:
                 device.refill(weight.storage, weight.nbytes)
                 filled.append(weight)
         except BaseException as error:
@@ -97,7 +98,7 @@ class Residency:
         device.wait(device.h2d, device.record(block.home), "weights room")
         if block.left is not None:
             device.wait(device.h2d, block.left, "weights home")
-        pairs = [(weight.on_device, weight.master) for weight in block.weights]
+        pairs = [(weight.on_device, weight.master) for weight in weights]
         block.present = True
         self.present_bytes += block.nbytes
         block.readers.clear()
@@ -168,7 +169,7 @@ class Residency:
         for event in (block.arrived, block.left):
             if event is not None:
                 device.wait(home, event, "weights gone")
-        for weight in block.weights:
+        for weight in tuple(block.weights):
             device.free(weight.storage)
         block.present = False
         self.present_bytes -= block.nbytes
