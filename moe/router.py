@@ -152,7 +152,9 @@ def _top_k(scores_TE: Tensor, k: int) -> Tensor:
     """
     experts = scores_TE.shape[1]
     bits_TE = (scores_TE.float() + 0.0).view(torch.int32).long()  # + 0.0: there is one zero
-    keys_TE = torch.where(bits_TE < 0, bits_TE ^ 0x7FFFFFFF, bits_TE) * experts
+    keys_TE = (
+        bits_TE ^ ((bits_TE >> 31) & 0x7FFFFFFF)
+    ) * experts  # negative ones, from the last to the first
     numbers_E = torch.arange(experts - 1, -1, -1, device=scores_TE.device)
     return experts - 1 - (keys_TE + numbers_E).topk(k, dim=-1).values % experts
 

@@ -3,9 +3,10 @@ decisions of its forward, so it has the same rows even where a score comes out a
 
 A call decides if it makes whole numbers of others (topk, sort, argmax, nonzero of a mask, bucketize, an
 operator of the user's own), or booleans, and a later call of the block reads the whole numbers, or takes rows
-or a Python number by the booleans. Whole numbers of whole numbers (counts, offsets, a sorted layout) are the
-same in every run. Kept with a decision are the scores that it was made from: the router's gradient is then of
-the forward's scores, too.
+or a Python number by the booleans. So does a call that makes a Python number of others. Whole numbers of
+whole numbers (counts, offsets, a sorted layout) are the same in every run. Kept with a decision are the
+scores that it was made from: the router's gradient is then of the forward's scores, too. Where the call
+itself cannot be kept (a cast, a write in place, the bits of a float), what it was made from is.
 
 One invariant: what is found here is kept in the very call in which it is found. What nothing reads, such as
 the places of a maximum in a pooling, is let go with that call.
@@ -18,6 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from offload.checkpoint.keep import Keep, Place
@@ -33,7 +35,7 @@ from offload.checkpoint.kept import (
 from offload.checkpoint.operators import default_operators, never_kept
 from offload.transfer.layout import WeakStorage
 
-__all__ = ["Decisions", "Finder", "decides", "is_decision"]
+__all__ = ["Decisions", "Finder", "choices_of", "decides", "is_decision", "makes_number"]
 
 _why_never = functools.cache(never_kept)
 
@@ -42,14 +44,32 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
-def decides(operator: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> bool:
-    """Whether a call that was given these makes whole numbers, or booleans, of other numbers. Attention makes
-    seeds."""
-    return (
-        any(_is_whole(part) or part.dtype is torch.bool for part in made)
-        and not all(map(_is_whole, given))
-        and operator not in _products()
-    )
+def _chooses(tensor: torch.Tensor) -> bool:
+    return _is_whole(tensor) or tensor.dtype is torch.bool
+
+
+def choices_of(operator: Any, given: Sequence[torch.Tensor], output: Any) -> list[torch.Tensor]:
+    """Whole numbers and booleans that a call makes of the other numbers among `given`, writes in place, or
+    views as such. Attention makes seeds."""
+    if all(map(_is_whole, given)) or operator in _products():
+        return []
+    writes = isinstance(operator, OpOverload) and operator._schema.is_mutable
+    dtypes = {(part.untyped_storage()._cdata, part.dtype) for part in given}
+    return [
+        part
+        for part in plain_parts(output)
+        if _chooses(part) and (writes or (part.untyped_storage()._cdata, part.dtype) not in dtypes)
+    ]
+
+
+def makes_number(operator: Any, given: Sequence[torch.Tensor]) -> bool:
+    """Whether a call makes a Python number of others than whole ones."""
+    return torch.Tag.data_dependent_output in getattr(operator, "tags", ()) and not all(map(_is_whole, given))
+
+
+def decides(operator: Any, given: Sequence[torch.Tensor], output: Any) -> bool:
+    """Whether a call decides, if what it makes is read."""
+    return bool(choices_of(operator, given, output)) or makes_number(operator, given)
 
 
 def is_decision(part: torch.Tensor, reader: Any) -> bool:
@@ -96,23 +116,24 @@ class Decisions:
 
 
 class _Maker(NamedTuple):
-    """The call that made a storage. layout, dtype: of its output."""
+    """The call that made a storage. layout, dtype, version: of its output."""
 
     storage: WeakStorage
     place: Place
     make: Make
     layout: tuple[torch.Size, tuple[int, ...], int]
     dtype: torch.dtype
+    version: int
 
 
 class _Candidate(NamedTuple):
-    """A call that makes whole numbers or booleans, of which `storage` is one.
+    """A call that makes whole numbers or booleans, of which `storage` is one; None: a Python number.
 
     kept: itself, if it may be, and its scores. sizes: of what it decides from, in elements: what is gathered
-    by the decision from as many is a score, too.
+    by the decision, or by whole numbers made of it, from as many is a score, too.
     """
 
-    storage: WeakStorage
+    storage: WeakStorage | None
     kept: dict[Place, KeptCall]
     sizes: frozenset[int]
 
@@ -145,17 +166,31 @@ class Finder:
                 yield from self._found(candidate, given)
         made = [part for part in plain_parts(output) if part.untyped_storage()._cdata not in keys]
         why_not, make = _why_never(place[0]), make_of(args, kwargs)
-        if decides(place[0], given, made):
+        behind = [self._candidates[key] for key in keys & self._candidates.keys()]
+        if decides(place[0], given, output):
+            choices = choices_of(place[0], given, output)
             own = {} if why_not else {place: KeptCall(*place, make, output, random, copies=True)}
-            scores = self._scores(given) if any(map(_is_whole, made)) else {}
+            scores = self._scores(given)
             sizes = frozenset(score.numel() for score, _ in scores.values())
-            kept = own | {at: call for at, (_, call) in scores.items()}
-            for storage in (part.untyped_storage() for part in made if not part.is_floating_point()):
+            kept = own
+            if not own or any(map(_is_whole, choices)):
+                kept = own | {at: call for at, (_, call) in scores.items()}
+            for candidate in () if own else behind:  # booleans that a cast reads, or a write in place
+                kept |= candidate.kept
+                sizes |= candidate.sizes
+            for storage in (part.untyped_storage() for part in choices):
                 self._candidates[storage._cdata] = _Candidate(WeakStorage(storage), kept, sizes)
-        elif made and output is made[0] and not (why_not or random):
+            if makes_number(place[0], given):
+                yield from self._found(_Candidate(None, kept, sizes), given)
+            return
+        sizes = frozenset[int]().union(*(candidate.sizes for candidate in behind))
+        for storage in (part.untyped_storage() for part in made if behind and _is_whole(part)):
+            self._candidates[storage._cdata] = _Candidate(WeakStorage(storage), {}, sizes)
+        if made and output is made[0] and not (why_not or random):
             storage = output.untyped_storage()
             layout = output.size(), output.stride(), int(output.storage_offset())
-            self._makers[storage._cdata] = _Maker(WeakStorage(storage), place, make, layout, output.dtype)
+            maker = _Maker(WeakStorage(storage), place, make, layout, output.dtype, output._version)
+            self._makers[storage._cdata] = maker
 
     def _found(
         self, candidate: _Candidate, given: Sequence[torch.Tensor]
@@ -174,8 +209,9 @@ class Finder:
         """The calls that made those of `given` that are no whole numbers, with what they made."""
         found = {}
         for part in given:
-            maker = self._makers.get(part.untyped_storage()._cdata)
-            if maker is not None and maker.dtype is part.dtype:
+            maker = None if _is_whole(part) else self._makers.get(part.untyped_storage()._cdata)
+            # one that was changed in place since is no output that a recompute could be given
+            if maker is not None and (maker.dtype, maker.version) == (part.dtype, part._version):
                 with sharing_versions():
                     score = part.as_strided(*maker.layout)  # `part` may be a view of it
                 if score.numel() <= self._most_elements:

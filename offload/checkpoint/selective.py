@@ -40,7 +40,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.checkpoint.decisions import Decisions, Finder
+from offload.checkpoint.decisions import Decisions, Finder, decides
 from offload.checkpoint.keep import Keep, Place
 from offload.checkpoint.kept import (
     UNTRACKED_VIEWS,
@@ -48,6 +48,7 @@ from offload.checkpoint.kept import (
     Operator,
     RandomStep,
     make_of,
+    plain_parts,
     storages_of,
 )
 from offload.checkpoint.net import Comparison, Sample, net_of, telling
@@ -212,6 +213,10 @@ class _ForwardMode(CallMode):
             return func(*args, **kwargs)
         random = RandomStep.start(func, args, kwargs)
         output = func(*args, **kwargs)
+        if self._is_copied(func, number):
+            given = list(plain_parts((args, tuple(kwargs.values()))))
+            if not decides(func, given, output):  # another call of an operator that decides elsewhere
+                return output
         if self.keep.wants(func, output, args, kwargs):
             self._pass_on()
             if self.keep.names:
@@ -225,6 +230,9 @@ class _ForwardMode(CallMode):
                 lane = None if call.is_collective else self.engine.device.compute
                 self._waiting = ((func, number), call, self._group.scope(lane))
         return output
+
+    def _is_copied(self, func: Any, number: int) -> bool:
+        return func in self.keep.copied and (func, number) not in self.keep.calls
 
     def _saves(self, tensor: torch.Tensor) -> None:
         self._pass_on()

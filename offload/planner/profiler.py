@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import flop_registry
 
 from offload.checkpoint.arguments import cache_written
-from offload.checkpoint.decisions import decides, is_decision
+from offload.checkpoint.decisions import choices_of, decides, is_decision, makes_number
 from offload.checkpoint.draws import SharedGenerator, shared_generators
 from offload.checkpoint.kept import UNTRACKED_VIEWS, plain_parts, storages_of, version_probe
 from offload.checkpoint.net import telling
@@ -247,6 +247,8 @@ class _ProfileMode(CallMode):
         self._times = engine.device.torch_device.type != "cpu"
         self._counts: Counter[Any] = Counter()
         self._made: dict[int, tuple[WeakStorage, _Call]] = {}
+        # by storage, what made, wrote or views whole numbers or booleans in it
+        self._deciders: defaultdict[int, list[tuple[WeakStorage, _Call]]] = defaultdict(list)
         self._pair: AbstractContextManager[Any] | None = None
         self._with_grad = False
         self._depends_on_data = False
@@ -271,6 +273,7 @@ class _ProfileMode(CallMode):
         self._pair.__exit__(*exception)
         self._pair = None  # it leads to what a group holds
         self._made.clear()
+        self._deciders.clear()
         if self.failed:
             return  # never ready
         self._unseen.end()
@@ -331,7 +334,8 @@ class _ProfileMode(CallMode):
             if found is not None:
                 maker = found[1]
                 call.makers.append(maker)
-                if maker.decides and is_decision(part, func):
+            if is_decision(part, func):
+                for _, maker in self._deciders.get(part.untyped_storage()._cdata, ()):
                     self._decided(maker, inputs)
         if func in UNTRACKED_VIEWS:
             for key in given & self._made.keys():
@@ -355,9 +359,19 @@ class _ProfileMode(CallMode):
         if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
             self._depends_on_data = True
         call.elements = max((part.numel() for part in made), default=0)
-        call.decides = decides(func, inputs, made)
-        call.scores = frozenset(part.numel() for part in inputs if part.numel() <= self._most_elements)
-        call.must = bool(made) and is_collective(func)
+        call.decides = decides(func, inputs, output)
+        behind = {found for key in given for _, found in self._deciders.get(key, ())}
+        if call.decides:
+            elements = (maker.elements for maker in call.makers)
+            sizes = frozenset(number for number in elements if 0 < number <= self._most_elements)
+            call.scores = sizes.union(*(found.scores for found in behind))
+            behind = {call}
+        for part in choices_of(func, inputs, output) if call.decides else made:
+            storage = part.untyped_storage()
+            self._deciders[storage._cdata] += [(WeakStorage(storage), found) for found in behind]
+        if makes_number(func, inputs):
+            self._decided(call, inputs)
+        call.must |= bool(made) and is_collective(func)
         if call.why_not:
             return
         call.must |= may_differ(func, args, kwargs)
@@ -370,7 +384,8 @@ class _ProfileMode(CallMode):
     def _decided(self, maker: _Call, inputs: Sequence[torch.Tensor]) -> None:
         """`maker` has decided, and is read beside other `inputs`."""
         maker.must = True
-        beside = (self._made.get(part.untyped_storage()._cdata) for part in inputs)
+        floats = (part for part in inputs if part.is_floating_point())
+        beside = (self._made.get(part.untyped_storage()._cdata) for part in floats)
         for call in (*maker.makers, *(found[1] for found in beside if found is not None)):
             call.must |= call.elements in maker.scores and not call.why_not
 

@@ -108,6 +108,51 @@ def by_sampling(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
     return functional.dropout(torch.bmm(x[:, None], experts[rows])[:, 0], 0.5)
 
 
+def by_cast_of_a_mask(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+    experts: Any = block.experts
+    return torch.bmm(x[:, None], experts[(scores[:, 0] > 0).long()])[:, 0]
+
+
+def by_mask_in_place(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+    """Rows of a mask that another one is written into, and their weights."""
+    mask = scores[:, 0].relu().bool()
+    mask.logical_and_(scores[:, 1] > -1)
+    y = torch.zeros_like(x)
+    y[mask] = x[mask] @ block.experts[0] * scores[mask, :1]  # type: ignore[index]
+    return y
+
+
+def by_writing(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+    """Whole numbers that were there, written by a mask."""
+    experts: Any = block.experts
+    chosen = torch.zeros(ROWS, dtype=torch.long)
+    chosen[scores[:, 0] > 0] = 1
+    chosen.masked_fill_(scores[:, 1] > 0, 2)
+    return torch.bmm(x[:, None], experts[chosen])[:, 0]
+
+
+def by_out(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+    experts: Any = block.experts
+    values, index = torch.empty(ROWS, 1), torch.empty(ROWS, 1, dtype=torch.long)
+    torch.topk(scores.detach(), 1, out=(values, index))
+    return torch.bmm(x[:, None], experts[index[:, 0]])[:, 0]
+
+
+def by_bits(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+    """Bits of a float are sorted as whole numbers, and scores are gathered by whole numbers of those."""
+    experts: Any = block.experts
+    scores = scores.sigmoid()
+    index = (scores.detach() + 0.5).view(torch.int32).long().topk(2).indices
+    picked = torch.einsum("tw,tkwv->tkv", x, experts[index])
+    return (picked * scores.gather(1, index)[..., None]).sum(1)
+
+
+def by_number(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+    """Python compares, and not torch."""
+    experts: Any = block.experts
+    return x @ experts[1 if scores[0, 0].item() > 0 else 2]
+
+
 CHOICES = [
     by_topk,
     by_argmax,
@@ -117,6 +162,12 @@ CHOICES = [
     by_python,
     by_gathered_scores,
     by_sampling,
+    by_cast_of_a_mask,
+    by_mask_in_place,
+    by_writing,
+    by_out,
+    by_bits,
+    by_number,
 ]
 
 
@@ -158,6 +209,7 @@ def test_without_what_is_kept_each_of_them_is_refused_or_fails(
     choose: Callable[..., Tensor], manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decisions, "is_decision", lambda part, reader: False)
+    monkeypatch.setattr(decisions, "makes_number", lambda operator, given: False)
     model = model_of(choose)
     offload.apply(model, mode="hidden_states", min_numel=1)
     with pytest.raises((RecomputeDiffersError, torch.utils.checkpoint.CheckpointError)):
@@ -182,6 +234,44 @@ def test_two_backwards_of_one_graph_have_the_rows_of_its_forward(
         found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         assert not apply or all(map(torch.equal, expected, found))
         expected = found
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "hidden_states", "selective", "auto"])
+def test_scores_that_were_changed_in_place_before_the_choice_are_changed_once(
+    mode: Any, manager: PipelineOffloadManager
+) -> None:
+    """Given to a recompute as they are at the choice, they would have the bias twice."""
+
+    def by_biased(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+        experts: Any = block.experts
+        scores = block.gate(x) * 1.5  # type: ignore[operator]
+        scores += torch.linspace(0, 1, EXPERTS)
+        index = scores.topk(2).indices
+        picked = torch.einsum("tw,tkwv->tkv", x, experts[index])
+        return (picked * scores.gather(1, index).softmax(-1)[..., None]).sum(1)
+
+    expected = gradients(model_of(by_biased))
+    offload.apply(model := model_of(by_biased), mode=mode, min_numel=1)
+    assert all(map(torch.equal, gradients(model, manager), expected))
+
+
+def test_of_an_operator_that_decides_the_calls_that_decide_nothing_are_recomputed(
+    manager: PipelineOffloadManager,
+) -> None:
+    """Products of whole numbers and a mask are kept, and products of hidden states are not."""
+
+    def by_product(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+        experts: Any = block.experts
+        y = torch.bmm(x[:, None], experts[scores.argmax(-1) * (scores[:, 0] > 0)])[:, 0]
+        for _ in range(20):
+            y = y * 1.01
+        return y
+
+    expected = gradients(model_of(by_product))
+    handle = offload.apply(model := model_of(by_product), mode="hidden_states", min_numel=1)
+    assert all(map(torch.equal, gradients(model, manager), expected))
+    kept = handle.report().total.groups["routing"].saved_bytes
+    assert kept == 3 * 3 * ROWS * (EXPERTS * 4 + 2 * 8)  # steps, blocks; scores, argmax and product
 
 
 class Pool(nn.Module):

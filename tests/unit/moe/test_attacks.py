@@ -198,6 +198,28 @@ def test_offload_apply_around_a_mixture(mode: Any, balance: Any) -> None:
         assert int(mixture.router.tokens_E.sum()) == 4 * 2 * text().numel() * config.top_k
 
 
+@pytest.mark.parametrize("mode", ["checkpoint", "hidden_states", "selective", "auto"])
+@pytest.mark.parametrize("balance", ["loss", "bias"])
+def test_apply_recomputes_the_rows_of_the_forward_whatever_the_router_computes(
+    mode: Any, balance: Any
+) -> None:
+    def made() -> MixtureGPT:
+        model = MixtureGPT(CONFIG.with_(balance=balance))
+        for mixture in model.mixtures():
+            mixture.router.gate.register_forward_hook(other_scores)
+        return model
+
+    def other_scores(_module: Any, _args: Any, logits: Tensor) -> Tensor:
+        return logits * (-2.2 if torch._C._current_graph_task_id() != -1 else 1.0)
+
+    expected = [step(made()), step(made())]
+    with offloading():
+        model = made()
+        offload.apply(model, mode=mode, min_numel=16, blocks="blocks.*")
+        for each in expected:
+            assert_same(step(model), each)
+
+
 def test_a_model_that_is_copied_pickled_or_loaded_into() -> None:
     config = CONFIG.with_(balance="bias")
     with offloading():
