@@ -185,7 +185,7 @@ class CpuPart(HostPart[CpuBucket]):
     def __init__(
         self, engine: OffloadEngine, options: HostOptions, cls: type[Optimizer], kwargs: Mapping[str, Any]
     ) -> None:
-        whole = not is_fused_adam(cls)
+        whole = not (is_fused_adam(cls) and options.in_buckets)
         new_bucket = functools.partial(CpuBucket, whole=whole)
         super().__init__(engine, options, new_bucket, whole=whole)
         self._new_optimizer: Callable[..., Optimizer] = functools.partial(cls, **kwargs)
@@ -231,6 +231,6 @@ class CpuPart(HostPart[CpuBucket]):
 
     def forget(self, member: ParamView) -> None:
         for bucket, position in self._pieces_of[member.index]:
-            assert bucket.optimizer is not None
-            bucket.optimizer.state.pop(bucket.leaves[position], None)
+            if bucket.optimizer is not None:
+                bucket.optimizer.state.pop(bucket.leaves[position], None)
         super().forget(member)

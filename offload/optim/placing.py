@@ -137,8 +137,8 @@ class Placement:
         self.cpu = CpuPart(engine, options.host, *on_cpu)
         self.streamed = StreamedPart(engine, options.host)
         one = not options.offload_fraction and options.cpu_cls is options.gpu_cls
-        self.on_gpu = ResidentPart(options.gpu_cls, options.kwargs, options.host, on_host=False)
-        self.on_host = self.on_gpu if one else ResidentPart(*on_cpu, options.host, on_host=True)
+        self.on_gpu = ResidentPart(engine, options.gpu_cls, options.kwargs, options.host, on_host=False)
+        self.on_host = self.on_gpu if one else ResidentPart(engine, *on_cpu, options.host, on_host=True)
         self._parts: dict[Place, CpuPart | StreamedPart | ResidentPart] = {
             Place.CPU: self.cpu if options.host.in_buckets else self.on_host,
             Place.STREAMED: self.streamed,
@@ -346,6 +346,15 @@ class Placement:
         for part in self.resident:
             part.step(functools.partial(part.fetch, gradients), atomic=atomic and part is self.on_host)
 
+    @property
+    def _in_host_memory(self) -> tuple[CpuPart | StreamedPart, ...]:
+        return (self.cpu, self.streamed, self.on_host.memory)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of weights, gradients, masters and moments."""
+        return sum(part.host_bytes for part in self._in_host_memory)
+
     def describe(self) -> dict[str, Any]:
         """Where everything is: what a continuation with the same bits has to have again. Numbers and strings
         only."""
@@ -361,8 +370,8 @@ class Placement:
 
     def close(self) -> None:
         """Give the host memory back. Nothing may be in flight."""
-        self.cpu.close()
-        self.streamed.close()
+        for part in self._in_host_memory:
+            part.close()
 
 
 def _nothing_of(member: ParamView) -> None:

@@ -4,6 +4,23 @@ host while the device is a GPU, and all of a class that may look at all of its p
 One invariant: the class is given the parameter itself, its float32 master, or its copy on the host, with its
 gradient; weights and gradients are the model's again when it returns, and while its closure runs. So any
 class does here what it does alone.
+
+Copies on the host lie in pinned memory, and all of them move as one piece. Where the class or the user has
+given a tensor other memory (`p.data = ...`), that tensor alone is copied by torch.
+
+# [Order: whole out]
+# hazard  RAW: `d2h` copies weights and gradients that `compute` is still writing.
+# edge    an event is recorded on compute; d2h waits for it, and the host waits for the copies.
+# alive   the list of pairs, until the host has waited.
+# proof   tests/property/test_optim_edges.py, edge "whole out"
+#
+# [Order: whole back]
+# hazard  WAR: `h2d` writes weights that `compute` still reads; RAW: `compute` reads them before; WAR: the
+#         host writes its copies while `h2d` still reads them.
+# edge    h2d waits for compute, and compute for h2d. Before the host writes again it waits for d2h, which has
+#         waited for compute.
+# alive   the section owns the host's bytes, the parameter the device's.
+# proof   tests/property/test_optim_edges.py, edge "whole back"
 """
 
 from __future__ import annotations
@@ -18,23 +35,37 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offload.device import CopyPair
+from offload.engine import OffloadEngine
 from offload.errors import OffloadError
+from offload.ids import Owner
 from offload.optim.classes import step_alone, steps_each_alone
+from offload.optim.cpu_step import CpuPart
 from offload.optim.groups import UserGroup, follow_groups
 from offload.optim.parts import HostOptions, Part
-from offload.params.view import ParamView, laid_like, local_of, update_master
+from offload.params.view import ParamView, count_write, laid_like, local_of, update_master
 
 __all__ = ["ResidentPart"]
 
 
 class ResidentPart(Part):
-    """One optimizer over whole tensors. on_host: parameters of the device are stepped as copies on the host,
-    in pageable memory."""
+    """One optimizer over whole tensors. on_host: parameters of the device are stepped as copies on the
+    host."""
 
     def __init__(
-        self, cls: type[Optimizer], kwargs: Mapping[str, Any], options: HostOptions, *, on_host: bool
+        self,
+        engine: OffloadEngine,
+        cls: type[Optimizer],
+        kwargs: Mapping[str, Any],
+        options: HostOptions,
+        *,
+        on_host: bool,
     ) -> None:
         super().__init__()
+        self._device = engine.device
+        self._copies = engine.copier.of(Owner("optim", "whole parameters"))
+        self.memory = CpuPart(engine, options, cls, kwargs)
+        """Of the copies on the host: their weights, gradients and masters."""
         self._new_optimizer: Callable[..., Optimizer] = functools.partial(cls, **kwargs)
         self._options = options
         self._on_host = on_host
@@ -46,14 +77,34 @@ class ResidentPart(Part):
         self._fetched: dict[int, tuple[Tensor | None, Tensor | None]] = {}  # gradients before and in a call
 
     def add(self, members: Sequence[ParamView]) -> None:
+        if self._on_host:
+            self.memory.add([m for m in members if m.device.owns(local_of(m.parameter).detach())])
         for member in members:
             self.members[member.index] = member
             inner, dtype = member.parameter, self._options.master_dtype(member)
-            if self._on_host and member.device.owns(local_of(inner).detach()):
-                inner = local_of(inner).detach().to("cpu", dtype, copy=True)
+            if member.index in self.memory.members:
+                inner = self._room(member, "master", dtype).copy_(local_of(inner).detach())
             elif dtype != member.dtype:
                 inner = inner.detach().to(dtype, copy=True)
             self._inner[member.index] = inner
+
+    def _room(self, member: ParamView, name: str, dtype: torch.dtype) -> Tensor:
+        """A flat's memory for the parameter, in its shape, with a version counter of its own."""
+        section, start = self.memory.ranges[member.index]
+        return member.shaped(section.view(name, start, member.numel, dtype)).data
+
+    def _is_in_its_room(self, member: ParamView) -> bool:
+        """Whether both sides lie where they lay when the step began: bytes can be copied."""
+        if member.index not in self.memory.members or not member.numel:
+            return False
+        inner, local = self._inner[member.index], local_of(member.parameter)
+        ours = inner.data_ptr(), inner.stride(), local.data_ptr(), local.stride()
+        room = self._room(member, "master", inner.dtype)
+        return ours == (room.data_ptr(), member.stride, member.address, member.stride)
+
+    def _weights(self, member: ParamView) -> Tensor:
+        """The host's side of the model's weights: the copy that is stepped, unless that is a master."""
+        return self._room(member, "weight" if self.has_master(member) else "master", member.dtype)
 
     def regroup(self, groups: Sequence[UserGroup]) -> None:
         if self._inner:
@@ -69,34 +120,80 @@ class ResidentPart(Part):
     @torch.no_grad()
     def fetch(self, gradients: Mapping[int, Tensor]) -> None:
         """Give the class's tensors the model's weights and these gradients, by parameter; one that is missing
-        is None. Blocks the host for what is on a device."""
+        is None. Blocks the host for what is on a device. Order: [Order: whole out]."""
+        pairs: list[CopyPair] = []
+        given: dict[int, Tensor | None] = {}
+        arriving: set[int] = set()
+        masters: list[tuple[Tensor, Tensor]] = []
         for index, inner in self._inner.items():
-            parameter, gradient = self.members[index].parameter, gradients.get(index)
-            if inner is not parameter and (gradient is not None or self._may_write_all):
-                self.refresh_master(self.members[index])
-                inner.requires_grad_(parameter.requires_grad)
+            member, gradient = self.members[index], gradients.get(index)
+            in_room = self._is_in_its_room(member)
+            if inner is not member.parameter and (gradient is not None or self._may_write_all):
+                inner.requires_grad_(member.parameter.requires_grad)
+                if not in_room:
+                    self.refresh_master(member)
+                else:
+                    pairs.append((_bytes(weights := self._weights(member)), _bytes(member.flat)))
+                    masters += [(inner, weights)] if self.has_master(member) else []
             if gradient is not None and gradient.layout is torch.strided:
-                here = gradient if local_of(inner) is not inner else local_of(gradient)
-                gradient = laid_like(inner, here.to(inner.device, inner.dtype))
+                if in_room:
+                    made = member.flat_gradient(gradient).to(inner.dtype)
+                    gradient = self._room(member, "grad", inner.dtype)
+                    pairs.append((_bytes(gradient), _bytes(made)))
+                    arriving.add(index)
+                else:
+                    here = gradient if local_of(inner) is not inner else local_of(gradient)
+                    gradient = laid_like(inner, here.to(inner.device, inner.dtype))
+            given[index] = gradient
+        if pairs:
+            for _, source in pairs:
+                self._device.note_write(self._device.compute, source)
+            self._device.wait(self._device.d2h, self._device.record(self._device.compute), "whole out")
+            self._device.synchronize(self._copies.send(pairs))
+            for to, _ in pairs:
+                self._device.note_read(self._device.host, to)
+        for master, weights in masters:
+            update_master(master.detach(), weights)
+        for index, gradient in given.items():
+            inner = self._inner[index]
+            if self._may_write_all and gradient is not None and index in arriving:
+                gradient = gradient.clone()  # the class may keep it, and this memory has the next one
             self._fetched[index] = inner.grad, gradient
             if inner.grad is not gradient:
                 inner.grad = gradient
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Give the model the weights, and the gradients that the class may have written."""
+        """Give the model the weights, and the gradients that the class may have written. Order:
+        [Order: whole back]."""
+        pairs: list[CopyPair] = []
         for index, (before, gradient) in list(self._fetched.items()):
             member, inner = self.members[index], self._inner[index]
             found, parameter = inner.grad, member.parameter
             if inner is not parameter:
                 if self._may_write_all:
                     member.write_gradient(found)
-                if self._may_write_all or gradient is not None:  # of whom has none autograd need not know
+                if not (self._may_write_all or gradient is not None):
+                    pass
+                elif self._is_in_its_room(member):
+                    weights = self._weights(member)
+                    if self.has_master(member):
+                        weights.copy_(inner)
+                    self._device.note_write(self._device.host, _bytes(weights))
+                    pairs.append((_bytes(member.flat), _bytes(weights)))
+                    count_write([member] if gradient is not None else [])
+                else:  # of whom has no gradient autograd need not know
                     to = local_of(parameter) if gradient is not None else local_of(parameter).data
                     to.copy_(local_of(inner))
             if found is gradient and gradient is not before:
                 inner.grad = before
             del self._fetched[index]
+        if pairs:
+            device = self._device
+            device.wait(device.h2d, device.record(device.compute), "whole back")
+            device.wait(device.compute, self._copies.fetch(pairs), "whole back")
+            for to, _ in pairs:
+                device.note_read(device.compute, to)
 
     def step(
         self,
@@ -148,7 +245,10 @@ class ResidentPart(Part):
         inner = self._inner[member.index]
         if inner is not member.parameter:
             assert self.optimizer is not None
-            inner.data = laid_like(local_of(member.parameter), inner.data)
+            values = laid_like(local_of(member.parameter), inner.data)
+            if member.index in self.memory.members:
+                values = self._room(member, "master", inner.dtype).copy_(values)
+            inner.data = values
             for name, value in (state := self.optimizer.state.get(inner, {})).items():
                 if isinstance(value, Tensor) and value.shape == inner.shape:
                     state[name] = laid_like(inner, value)
@@ -160,9 +260,16 @@ class ResidentPart(Part):
 
     def forget(self, member: ParamView) -> None:
         super().forget(member)
+        if member.index in self.memory.members:
+            self.memory.forget(member)
         inner = self._inner.pop(member.index)
         if self.optimizer is not None:
             self.optimizer.state.pop(inner, None)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """All bytes of a tensor without gaps, in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @contextmanager

@@ -399,7 +399,7 @@ class StepRunner(Client):
 
     def end_step(self) -> ClientStats:
         return ClientStats(
-            lent_bytes=self.placed.cpu.host_bytes + self.placed.streamed.host_bytes,
+            lent_bytes=self.placed.host_bytes,
             device_bytes=self.placed.streamed.ring_bytes,
         )
 

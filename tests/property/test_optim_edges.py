@@ -110,6 +110,8 @@ EDGES = {
     "ring": Edge(wrapped, "WAW", ("h2d", "optimizer")),
     "state here": Edge(plain(0.0), "WAW", ("optimizer", "h2d")),
     "gradients made": Edge(plain(0.0), "RAW", ("optimizer", "compute")),
+    "whole out": Edge(plain(1.0, attached=False, atomic_step=True), "RAW", ("d2h", "compute")),
+    "whole back": Edge(plain(1.0, attached=False, atomic_step=True), "RAW", ("compute", "h2d")),
     "state out": Edge(plain(0.0), "RAW", ("d2h", "optimizer")),
 }
 TITLES = tuple(EDGES)
