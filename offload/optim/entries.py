@@ -38,6 +38,8 @@ def _is_in(value: Any, place: Tensor) -> bool:
     if not isinstance(value, Tensor):
         return False
     mine = local_of(value)
+    if mine.dtype == place.dtype and mine.is_set_to(place):
+        return True
     return (mine.data_ptr(), mine.shape, mine.stride(), mine.dtype) == (
         place.data_ptr(),
         place.shape,
@@ -123,8 +125,10 @@ class UserState:
     def _homes(self, member: ParamView) -> dict[Any, list[Tensor]]:
         """Where an entry's values lie that are not in memory of the class's own, by key."""
         part = self._placed.part_of(member)
-        masters = {MASTER: [local_of(part.master(member)).detach()]} if self._with_masters else {}
-        return part.homes(member) | masters
+        found: dict[Any, list[Tensor]] = part.homes(member)
+        if self._with_masters:
+            found = found | {MASTER: [local_of(part.master(member)).detach()]}
+        return found
 
     # -- showing ---------------------------------------------------------------------------------------------
     def show(self) -> None:
@@ -196,8 +200,7 @@ class UserState:
         """Values that are not in their places: of which parameter, in which entry, under which key, to be
         written where."""
         found: list[tuple[ParamView, Any, Any, list[Tensor], Any]] = []
-        aliases = [alias for lent in self._lent.values() for alias in lent.values()]
-        memory = {local_of(alias).untyped_storage().data_ptr() for alias in aliases}
+        memory: set[int] = set()
         for member in self._placed.members:
             part, entry = self._placed.part_of(member), self.all.get(member.parameter) or {}
             lent, homes = self._lent.get(member.index, {}), self._homes(member)
@@ -211,10 +214,17 @@ class UserState:
                 elif key in entry or (key in lent and key != MASTER):
                     if key == MASTER and not part.has_master(member):
                         value = places[0]
-                    elif isinstance(value, Tensor) and local_of(value).untyped_storage().data_ptr() in memory:
+                    elif isinstance(value, Tensor) and self._is_lent(value, memory):
                         value = local_of(value).clone()  # what it refers to may be written first
                     found.append((member, entry, key, places, value))
         return found
+
+    def _is_lent(self, value: Tensor, memory: set[int]) -> bool:
+        """Whether the value lies in memory that was lent. memory: its addresses, found at the first call."""
+        if not memory:
+            aliases = (alias for lent in self._lent.values() for alias in lent.values())
+            memory.update(local_of(alias).untyped_storage().data_ptr() for alias in aliases)
+        return local_of(value).untyped_storage().data_ptr() in memory
 
     def _keep_values(self, member: ParamView, key: Any) -> None:
         """Whoever holds this alias keeps its values: its memory is about to have others."""

@@ -148,13 +148,14 @@ class FSDPGPUOptimizerWrapper(Optimizer):
         for bucket in buckets:
             bucket.set_gradients(flats)
         released = device.record(device.compute)
+        if not self._part.stateless.isdisjoint(flats):
+            self._state.note_step()
         self._part.note_stepped(flats)
         try:
             for bucket in buckets:
                 bucket.step(self._part.ring, released)
         finally:  # where one breaks off the caller's gradients and weights are in use until then, too
             device.synchronize(device.record(device.d2h))
-            self._state.note_step()
             self._state.show()
         for bucket in buckets:
             bucket.drop_gradients()

@@ -126,6 +126,7 @@ class HostPart(Part, Generic[B]):
         self.buckets: list[B] = []
         self._pieces_of: dict[int, list[tuple[B, int]]] = {}  # and its pieces, by bucket and position
         self._group_of: dict[int, dict[str, Any]] = {}  # the group's snapshot of each parameter in one
+        self._homes: dict[int, dict[str, list[Tensor]]] = {}  # what `homes` has found
         self.stateless: set[int] = set()
         """Parameters of torch's Adam that have no state yet."""
 
@@ -185,6 +186,7 @@ class HostPart(Part, Generic[B]):
                     if not section.has(name):
                         size = self.options.master_dtype(self.members[index]).itemsize
                         section.add([FlatSpec(name, size, self.options.pin_params, zero=True)])
+                        self._homes.clear()
 
     def names_of(self, index: int) -> tuple[str, ...]:
         """The moments of the parameter, by what its group says."""
@@ -224,12 +226,15 @@ class HostPart(Part, Generic[B]):
     def reorder(self, member: ParamView, before: tuple[int, ...]) -> None:
         for _, flat in self.flats_of(member):
             flat.copy_(flat.as_strided(member.shape, before, flat.storage_offset()).clone())
+        self._homes.pop(member.index, None)
 
     def homes(self, member: ParamView) -> dict[str, list[Tensor]]:
         if self.whole:
             return {}
-        moments = {name: [flat] for name, flat in self.flats_of(member) if name != "master"}
-        return {"step": self.counts_of(member), **moments}
+        if member.index not in self._homes:
+            moments = {name: [flat] for name, flat in self.flats_of(member) if name != "master"}
+            self._homes[member.index] = {"step": self.counts_of(member), **moments}
+        return self._homes[member.index]
 
     def kept(self, member: ParamView) -> Sequence[str]:
         has = not self.whole and member.index not in self.stateless
@@ -242,6 +247,7 @@ class HostPart(Part, Generic[B]):
         """Forget the parameter. Host memory goes back once no parameter of the section is left."""
         super().forget(member)
         self.stateless.discard(member.index)
+        self._homes.pop(member.index, None)
         del self._pieces_of[member.index]
         section, _ = self.ranges.pop(member.index)
         if not any(other is section for other, _ in self.ranges.values()):

@@ -74,37 +74,39 @@ class ResidentPart(Part):
         self.undone = False
         """Whether an exception in the last step left weights and state as they were."""
         self._inner: dict[int, Tensor] = {}  # by index: what is stepped
+        # of copies on the host, by index: what is stepped, weights as the model has them, and gradients; 1-D
+        self._flats: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._fetched: dict[int, tuple[Tensor | None, Tensor | None]] = {}  # gradients before and in a call
 
     def add(self, members: Sequence[ParamView]) -> None:
-        if self._on_host:
-            self.memory.add([m for m in members if m.device.owns(local_of(m.parameter).detach())])
+        copied = [m for m in members if self._on_host and m.device.owns(local_of(m.parameter).detach())]
+        self.memory.add(copied)
+        for member in copied:
+            section, start = self.memory.ranges[member.index]
+            dtype = self._options.master_dtype(member)
+            stepped, gradient = (section.view(n, start, member.numel, dtype) for n in ("master", "grad"))
+            weights = stepped
+            if dtype != member.dtype:
+                weights = section.view("weight", start, member.numel, member.dtype)
+            self._flats[member.index] = stepped, weights, gradient
         for member in members:
             self.members[member.index] = member
             inner, dtype = member.parameter, self._options.master_dtype(member)
-            if member.index in self.memory.members:
-                inner = self._room(member, "master", dtype).copy_(local_of(inner).detach())
+            if member.index in self._flats:  # `.data` has a version counter of its own
+                stepped, _, _ = self._flats[member.index]
+                inner = member.shaped(stepped).data.copy_(local_of(inner).detach())
             elif dtype != member.dtype:
                 inner = inner.detach().to(dtype, copy=True)
             self._inner[member.index] = inner
 
-    def _room(self, member: ParamView, name: str, dtype: torch.dtype) -> Tensor:
-        """A flat's memory for the parameter, in its shape, with a version counter of its own."""
-        section, start = self.memory.ranges[member.index]
-        return member.shaped(section.view(name, start, member.numel, dtype)).data
-
-    def _is_in_its_room(self, member: ParamView) -> bool:
+    def _lies_flat(self, member: ParamView) -> bool:
         """Whether both sides lie where they lay when the step began: bytes can be copied."""
-        if member.index not in self.memory.members or not member.numel:
+        if member.index not in self._flats:
             return False
         inner, local = self._inner[member.index], local_of(member.parameter)
-        ours = inner.data_ptr(), inner.stride(), local.data_ptr(), local.stride()
-        room = self._room(member, "master", inner.dtype)
-        return ours == (room.data_ptr(), member.stride, member.address, member.stride)
-
-    def _weights(self, member: ParamView) -> Tensor:
-        """The host's side of the model's weights: the copy that is stepped, unless that is a master."""
-        return self._room(member, "weight" if self.has_master(member) else "master", member.dtype)
+        found = inner.data_ptr(), inner.stride(), local.data_ptr(), local.stride()
+        flat = self._flats[member.index][0]
+        return found == (flat.data_ptr(), member.stride, member.address, member.stride)
 
     def regroup(self, groups: Sequence[UserGroup]) -> None:
         if self._inner:
@@ -124,22 +126,22 @@ class ResidentPart(Part):
         pairs: list[CopyPair] = []
         given: dict[int, Tensor | None] = {}
         arriving: set[int] = set()
-        masters: list[tuple[Tensor, Tensor]] = []
+        masters: list[tuple[Any, Tensor]] = []
         for index, inner in self._inner.items():
             member, gradient = self.members[index], gradients.get(index)
-            in_room = self._is_in_its_room(member)
+            stepped, weights, room = self._flats[index] if self._lies_flat(member) else (None,) * 3
             if inner is not member.parameter and (gradient is not None or self._may_write_all):
                 inner.requires_grad_(member.parameter.requires_grad)
-                if not in_room:
+                if weights is None:
                     self.refresh_master(member)
                 else:
-                    pairs.append((_bytes(weights := self._weights(member)), _bytes(member.flat)))
-                    masters += [(inner, weights)] if self.has_master(member) else []
+                    pairs.append((_bytes(weights), _bytes(member.flat)))
+                    masters += [(stepped, weights)] if stepped is not weights else []
             if gradient is not None and gradient.layout is torch.strided:
-                if in_room:
-                    made = member.flat_gradient(gradient).to(inner.dtype)
-                    gradient = self._room(member, "grad", inner.dtype)
-                    pairs.append((_bytes(gradient), _bytes(made)))
+                if room is not None:
+                    made = member.flat_gradient(gradient).to(room.dtype)
+                    pairs.append((_bytes(room), _bytes(made)))
+                    gradient = member.shaped(room)
                     arriving.add(index)
                 else:
                     here = gradient if local_of(inner) is not inner else local_of(gradient)
@@ -153,7 +155,7 @@ class ResidentPart(Part):
             for to, _ in pairs:
                 self._device.note_read(self._device.host, to)
         for master, weights in masters:
-            update_master(master.detach(), weights)
+            update_master(master, weights)
         for index, gradient in given.items():
             inner = self._inner[index]
             if self._may_write_all and gradient is not None and index in arriving:
@@ -175,10 +177,10 @@ class ResidentPart(Part):
                     member.write_gradient(found)
                 if not (self._may_write_all or gradient is not None):
                     pass
-                elif self._is_in_its_room(member):
-                    weights = self._weights(member)
-                    if self.has_master(member):
-                        weights.copy_(inner)
+                elif self._lies_flat(member):
+                    stepped, weights, _ = self._flats[index]
+                    if stepped is not weights:
+                        weights.copy_(stepped)
                     self._device.note_write(self._device.host, _bytes(weights))
                     pairs.append((_bytes(member.flat), _bytes(weights)))
                     count_write([member] if gradient is not None else [])
@@ -246,8 +248,8 @@ class ResidentPart(Part):
         if inner is not member.parameter:
             assert self.optimizer is not None
             values = laid_like(local_of(member.parameter), inner.data)
-            if member.index in self.memory.members:
-                values = self._room(member, "master", inner.dtype).copy_(values)
+            if member.index in self._flats:
+                values = member.shaped(self._flats[member.index][0]).data.copy_(values)
             inner.data = values
             for name, value in (state := self.optimizer.state.get(inner, {})).items():
                 if isinstance(value, Tensor) and value.shape == inner.shape:
@@ -260,7 +262,7 @@ class ResidentPart(Part):
 
     def forget(self, member: ParamView) -> None:
         super().forget(member)
-        if member.index in self.memory.members:
+        if self._flats.pop(member.index, None) is not None:
             self.memory.forget(member)
         inner = self._inner.pop(member.index)
         if self.optimizer is not None:
@@ -268,8 +270,7 @@ class ResidentPart(Part):
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """All bytes of a tensor without gaps, in the order of memory."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return tensor.view(torch.uint8)
 
 
 @contextmanager

@@ -394,7 +394,7 @@ class StepRunner(Client):
     def refuse_in_capture(self, what: str) -> None:
         """Raise CaptureError for a call that uses workers or host state. An optimizer that keeps all state on
         the device may be captured."""
-        if self.steps.in_order:
+        if self.steps.in_order or self.placed.on_host.memory.buckets:
             self._engine.refuse_in_capture(f"the optimizer's {what}")
 
     def end_step(self) -> ClientStats:
