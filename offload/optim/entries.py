@@ -272,7 +272,12 @@ class UserState:
 
     # -- parameters ------------------------------------------------------------------------------------------
     def joined(self) -> None:
-        """The groups have changed: there may be state of new parameters already, or new memory."""
+        """The groups have changed: new parameters may have state, the user's or the class's own, and
+        memory may be new."""
+        for optimizer, tensors in self._placed.inside():
+            for member, tensor in tensors:
+                if member.index not in self._seen and tensor in optimizer.state:
+                    self.all.setdefault(member.parameter, optimizer.state[tensor])
         self.is_looked_at |= bool(self.all)
 
     def reordered(self, member: ParamView) -> None:

@@ -127,7 +127,8 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
             streamed.
         bucket_bytes: master weights of one bucket.
         atomic_step: keep a copy of what the CPU steps until all of it is stepped, so that an error leaves the
-            last whole step; without overlap, and for 2 to 3 times the memory traffic. None: for classes other than torch's Adam, AdamW, SGD and Adagrad, whose fused kernels
+            last whole step; without overlap, and for 2 to 3 times the memory traffic. None: for
+            classes other than torch's Adam, AdamW, SGD and Adagrad, whose fused kernels
             check everything before they write.
         max_grad_norm: clip by the global norm in every step; the norm is `last_grad_norm`.
         cpu_threads: of the CPU optimizer. None: as many as torch would use on the cores near the device, less

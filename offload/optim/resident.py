@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -247,10 +247,7 @@ class ResidentPart(Part):
         inner = self._inner[member.index]
         if inner is not member.parameter:
             assert self.optimizer is not None
-            values = laid_like(local_of(member.parameter), inner.data)
-            if member.index in self._flats:
-                values = member.shaped(self._flats[member.index][0]).data.copy_(values)
-            inner.data = values
+            inner.data = laid_like(local_of(member.parameter), inner.data)
             for name, value in (state := self.optimizer.state.get(inner, {})).items():
                 if isinstance(value, Tensor) and value.shape == inner.shape:
                     state[name] = laid_like(inner, value)
@@ -262,11 +259,13 @@ class ResidentPart(Part):
 
     def forget(self, member: ParamView) -> None:
         super().forget(member)
-        if self._flats.pop(member.index, None) is not None:
-            self.memory.forget(member)
         inner = self._inner.pop(member.index)
-        if self.optimizer is not None:
-            self.optimizer.state.pop(inner, None)
+        entry = self.optimizer.state.pop(inner, {}) if self.optimizer is not None else {}
+        if (flats := self._flats.pop(member.index, None)) is not None:
+            for value in entry.values():  # the entry is the user's, and may have taken the weights' memory
+                if isinstance(value, Tensor) and value.data_ptr() == flats[0].data_ptr():
+                    value.set_(value.clone())  # type: ignore[call-overload]
+            self.memory.forget(member)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -279,24 +278,24 @@ def undone_on_error(optimizer: Optimizer, not_ours: Sequence[BaseException]) -> 
     not the closure's is raised as an OffloadError. not_ours: what the closure has raised."""
     groups = optimizer.param_groups
     said = deepcopy([{key: value for key, value in group.items() if key != "params"} for group in groups])
-    named = deepcopy({key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
     leaves = [leaf for group in groups for leaf in group["params"]]
-    entries = {leaf: optimizer.state[leaf] for leaf in leaves if leaf in optimizer.state}
-    before = {leaf: dict(entry) for leaf, entry in entries.items()}
-    values = [value for entry in before.values() for value in entry.values() if isinstance(value, Tensor)]
+    state = dict(optimizer.state)
+    entries = [(entry, {**entry}) for entry in state.values() if isinstance(entry, dict)]
+    for _, before in entries:  # somebody may hold the entry and its tensors, and no more
+        before.update({key: copy(value) for key, value in before.items() if not isinstance(value, Tensor)})
+    values = [value for _, before in entries for value in before.values() if isinstance(value, Tensor)]
     copies = [(tensor, tensor.clone()) for tensor in (*leaves, *values)]
     try:
         yield
     except BaseException as error:
         with torch.no_grad():
-            for tensor, copy in copies:
-                tensor.copy_(copy)
-        for key in {*leaves, *(key for key in optimizer.state if not isinstance(key, Tensor))}:
-            optimizer.state.pop(key, None)
-        for leaf, entry in entries.items():  # of which somebody may hold the dictionary
+            for tensor, saved in copies:
+                tensor.copy_(saved)
+        for entry, before in entries:
             entry.clear()
-            entry.update(before[leaf])
-        optimizer.state.update({**entries, **named})
+            entry.update(before)
+        optimizer.state.clear()
+        optimizer.state.update(state)
         for group, values_before in zip(groups, said, strict=True):
             for key in group.keys() - values_before.keys() - {"params"}:
                 del group[key]

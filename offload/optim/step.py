@@ -121,6 +121,7 @@ class StepRunner(Client):
         self.backward = BackwardSteps(self.placed, self.steps, self._watch, weakly(self._begin))
         try:
             self.regroup()
+            self.state.note_step()  # what constructors have made
         except BaseException:
             self.end()  # what was pinned goes back to an engine that others use
             raise
