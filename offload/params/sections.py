@@ -90,8 +90,9 @@ class HostSection:
         """Elements of `dtype` from the beginning of the slot on, 1-D."""
         return self.slot(name, start, numel).narrow(0, 0, numel * dtype.itemsize).view(dtype)
 
-    def close_later(self, after: Event) -> None:
-        """As `close`, for finalisers on any thread: takes no lock. after: comes after the last copy."""
+    def close_later(self, after: Event | None) -> None:
+        """As `close`, for finalisers on any thread: takes no lock. after: comes after the last copy; None
+        where that is over."""
         self._flats.clear()
         for block in self._blocks:
             self._arena.give_back_later(block, after)

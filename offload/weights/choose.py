@@ -66,7 +66,7 @@ def choose(
                 inside.add(id(parameter))
                 full = ".".join(part for part in (name, prefix, attribute) if part)
                 tied = places[id(parameter)] > 1
-                reason = _why_resident(full, parameter, is_adapter) or (
+                reason = _why_resident(full, module, parameter, is_adapter) or (
                     "tied, or of a module that is used in two places" if tied else ""
                 )
                 if not reason and storages[parameter.untyped_storage()._cdata] > 1:
@@ -113,9 +113,11 @@ def _refuse(model: nn.Module, where: torch.device) -> None:
             )
 
 
-def _why_resident(name: str, parameter: Tensor, is_adapter: Callable[[str], bool]) -> str:
+def _why_resident(name: str, module: nn.Module, parameter: Tensor, is_adapter: Callable[[str], bool]) -> str:
     if is_adapter(name):
         return "of an adapter"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "of a module of torch.jit"
     if type(parameter) is not nn.Parameter:
         return f"of a tensor subclass ({type(parameter).__name__})"
     if parameter.numel() < LEAST_NUMEL:

@@ -66,7 +66,10 @@ class Parameters:
             if id(tensor) not in streamed and tensor.device != where:
                 self._moved_here.append((tensor, tensor.data))
                 tensor.data = tensor.data.to(where)
+        # a save of autograd from before, which no hook has seen, would read freed bytes: now torch refuses it
+        torch.autograd.graph.increment_version([weight.parameter for weight in taken])
         for weight in taken:
+            weight.version = weight.parameter._version
             end = weakref.finalize(weight.module(), _module_is_gone, self._engine, weight)
             end.atexit = False
 
@@ -74,7 +77,7 @@ class Parameters:
         """The bytes of the parameter as it is now go to its master; its storage is its own from here on, and
         freed. Order: [Order: weights out], [Order: weights gone]."""
         parameter, device = weight.parameter, self._device
-        with torch.no_grad(), _plainly():
+        with torch.inference_mode(False), torch.no_grad(), _plainly():
             master = weight.make_master(self._engine.arena)
             here = parameter.device == device.torch_device
             if not here:
@@ -165,6 +168,7 @@ class Parameters:
                     f"has {tuple(parameter.shape)}, streamed to {self._device.torch_device} (model.to() does "
                     "so): call remove() on apply's handle first, and apply() again afterwards"
                 )
+            self._leave_to_aliases(weight)
             self._forget(weight, f"{weight.name}.data is set")
             parameter.data = value
         self._take_again(weight)
@@ -182,8 +186,35 @@ class Parameters:
             )
         self._forget(weight, f"{weight.name} was replaced")
         orphan(weight.parameter)
+        if torch.empty_like(found, device="meta").stride() != found.stride():  # has gaps, or is expanded
+            found.data = found.data.clone(memory_format=torch.preserve_format)
         weight.parameter = found
         self._take_again(weight)
+
+    def let_go(self, weight: Weight) -> None:
+        """A forward of its block has set the weight's .data, and autograd may have saved the parameter with
+        these bytes: it is resident from here on."""
+        block, parameter, here = weight.block, weight.parameter, self._device.torch_device
+        self._forget(weight, f"{weight.name}.data is set")
+        block.weights.remove(weight)
+        weight.holder = _nobody
+        make_plain(parameter, for_good=True)
+        weight.close()
+        if weight.origin != here:
+            self._moved_here.append((parameter, torch.empty_like(parameter.data, device=weight.origin)))
+        block.count()
+        self._resized(block)
+
+    def _leave_to_aliases(self, weight: Weight) -> None:
+        """Who has an alias of the weight keeps its bytes, as plain tensors that share them."""
+        if not (aliases := weight.aliases()):
+            return
+        self._use(weight)
+        kept = weight.on_device.clone().untyped_storage()
+        for alias in aliases:
+            layout = alias.storage_offset(), alias.shape, alias.stride()
+            make_plain(alias, for_good=True)
+            alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device).set_(kept, *layout)
 
     def _forget(self, weight: Weight, what: str) -> None:
         """The weight's storage is to be another one. Raises OffloadError inside a forward of its block. what:
@@ -191,6 +222,7 @@ class Parameters:
         block = weight.block
         if block.entered:
             raise OffloadError(f"{what} inside a forward of {block.name}, which uses it; do it outside")
+        weight.generation += 1
         if block.present:
             self._residency.drop(block)
         self._synchronize()  # the master may go
@@ -204,6 +236,10 @@ class Parameters:
         weight.block.count()
         self._resized(weight.block)
         self._synchronize()
+
+
+def _nobody() -> None:
+    """Holds a weight that is streamed no more."""
 
 
 def _module_is_gone(engine: OffloadEngine, weight: Weight) -> None:

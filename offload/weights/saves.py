@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from offload.errors import OffloadError
 from offload.saved.handles import modified
 from offload.weights.weight import Weight
 
@@ -27,7 +28,7 @@ def pack(tensor: Tensor, *, weight: Weight, use: Callable[[Weight], None]) -> _W
 class _WeightSave:
     """A save."""
 
-    __slots__ = ("_dtype", "_layout", "_use", "_version", "_weight")
+    __slots__ = ("_dtype", "_generation", "_layout", "_use", "_version", "_weight")
 
     def __init__(self, tensor: Tensor, weight: Weight, use: Callable[[Weight], None]) -> None:
         self._weight = weight
@@ -35,11 +36,19 @@ class _WeightSave:
         self._dtype = tensor.dtype
         self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
         self._version = tensor._version
+        self._generation = weight.generation
 
     def read(self) -> Tensor:
-        """As autograd unpacks a saved tensor: raises its error where the weight was written since. Blocks the
-        host: never."""
+        """As autograd unpacks a saved tensor: raises its error where the weight was written since, and
+        OffloadError where it was given other memory, whose bytes torch would not have read. Blocks the host:
+        never."""
         weight = self._weight
+        if weight.generation != self._generation:
+            raise OffloadError(
+                f"{weight.name} was replaced, converted, or its .data set, between a forward that used it "
+                "and that forward's backward: the bytes that the backward needs are gone; do it after the "
+                "backward, or write in place"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             found = weight.parameter._version
         if found != self._version:

@@ -182,7 +182,13 @@ class WeightStream(Client):
         block.entered -= 1
         if block.entered or self.removed:
             return
-        for weight in block.weights:
+        for weight in [*block.weights]:
+            with torch._C.DisableTorchFunctionSubclass():
+                storage = weight.parameter.untyped_storage()
+            if storage._cdata != weight.storage._cdata:
+                self._parameters.let_go(weight)
+                self._say_let_go(weight)
+                continue
             if weight.parameter._version != weight.version:
                 self.wrote(weight)
             watch(weight.parameter, weight)
@@ -308,6 +314,14 @@ class WeightStream(Client):
                 "load_state_dict(assign=True), which is followed",
                 len(replaced),
                 replaced[0],
+            )
+
+    def _say_let_go(self, weight: Weight) -> None:
+        if self._said.first("let go"):
+            logger.warning(
+                "%s: a forward of its block sets its .data, which may be saved for the backward then: it is "
+                "resident from here on. Write it in place under no_grad() to have it stream",
+                weight.name,
             )
 
     # -- steps -----------------------------------------------------------------------------------------------

@@ -18,10 +18,12 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import _foreach_supported_types
 
 from offload.errors import OffloadError
@@ -54,6 +56,8 @@ _ADDRESS = methods(
 ) | {Tensor.__cuda_array_interface__.fget}  # type: ignore[attr-defined]
 """What hands out an address, or changes it."""
 
+_BACKWARDS = {torch.autograd.grad, torch.autograd.backward}
+
 _LISTS = re.compile("_foreach_|_fused_|_amp_foreach_")
 """Names of calls that compute each tensor of their lists by itself."""
 
@@ -80,6 +84,8 @@ class StreamedWeight(Watched):
         if func in _MAKE_ALIAS:
             _refuse_broadcast(owners[0])
             return _aliases_in(untouched(func, args, kwargs), owners)
+        if func in _BACKWARDS and (inputs := args[1] if func is torch.autograd.grad else kwargs["inputs"]):
+            return _differentiate(func, args[0], inputs, kwargs)
         for other in {type(each) for each in watched_in((args, kwargs), Watched)} - {cls}:
             other.make_ready((args, kwargs))
         pieces = _pieces(args, kwargs) if _LISTS.match(getattr(func, "__name__", "")) else ()
@@ -202,6 +208,26 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _aliases_in(result, owners)
 
 
+def _differentiate(func: Callable[..., Any], outputs: Any, inputs: Sequence[Any], kwargs: Any) -> Any:
+    """A backward that names weights reads none of them for that, and what it computes again, or reads, must
+    meet this class. So it gets their places in the graph instead."""
+    if not all(each.requires_grad for each in inputs if isinstance(each, StreamedWeight)):
+        return untouched(func, (outputs,), {**kwargs, "inputs": inputs})  # which raises
+    edges = [
+        untouched(get_gradient_edge, (each,), {}) if isinstance(each, StreamedWeight) else each
+        for each in inputs
+    ]
+    fill = kwargs.get("materialize_grads", False)
+    options = {**kwargs, "inputs": edges}
+    if fill:
+        options |= {"materialize_grads": False, "allow_unused": True}
+    found = func(outputs, **options)
+    if not fill:
+        return found
+    zeros = partial(torch.zeros_like, requires_grad=bool(kwargs.get("create_graph")))
+    return tuple(zeros(each) if got is None else got for each, got in zip(inputs, found, strict=True))
+
+
 def _version(tensor: Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         return -1 if tensor.is_inference() else tensor._version
@@ -253,8 +279,9 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         if tensor.is_set_to(value):
             return
-    with holder_of(weight).hold((weight,)), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        own = torch.empty_like(value, memory_format=torch.preserve_format).copy_(value)
+    read = (weight, owner_of(value)) if isinstance(value, StreamedWeight) else (weight,)
+    with holder_of(weight).hold(read), torch.no_grad():
+        own = untouched(Tensor.clone, (value,), {"memory_format": torch.preserve_format})
     holder_of(weight).set_data(weight, own)
 
 
@@ -297,6 +324,7 @@ def _pieces(args: Any, kwargs: Any) -> list[range]:
 def _part(args: Any, kwargs: Any, piece: range, length: int) -> tuple[Any, Any]:
     def of(given: Any) -> Any:
         is_list = isinstance(given, (list, tuple)) and len(given) == length
+        is_list |= isinstance(given, Tensor) and given.shape == (length,)  # one number a tensor
         return given[piece.start : piece.stop] if is_list else given
 
     return [of(each) for each in args], {key: of(each) for key, each in kwargs.items()}

@@ -69,7 +69,7 @@ class Holder(Protocol):
         """The current lane has written it."""
 
     def set_data(self, weight: Weight, value: Tensor) -> None:
-        """`weight.data = value`, a tensor that nobody else has."""
+        """`weight.data = value`, whose elements are there."""
 
     def host_copy(self, weight: Weight) -> Tensor:
         """A view of its master on the CPU, which has the newest bytes."""
@@ -94,6 +94,7 @@ class Weight:
     | master | pinned host bytes | `rest` |
     | dirty | the device's bytes are newer | whoever sees a write |
     | version | of the parameter when it was last looked at | `WeightStream` |
+    | generation | how often it was given other memory | `Parameters` |
     | origin | where apply found it | the constructor |
     | block, holder | its BlockWeights, and a weak reference to its WeightStream | they |
     """
@@ -107,6 +108,7 @@ class Weight:
         self.nbytes = parameter.numel() * parameter.element_size()
         self.dirty = False
         self.version = parameter._version
+        self.generation = 0
         self.block: BlockWeights
         self.holder: Callable[[], Holder | None] = _nobody
         self.unswappable = weakref.ref(parameter)  # torch.utils.swap_tensors refuses what has one
@@ -115,22 +117,27 @@ class Weight:
         self._section: HostSection | None = None
         self._aliases: list[weakref.ref[Tensor]] = []
         self._on_host: Tensor | None = None
+        self._array: Callable[[], object] = _nobody  # whose memory the host's copy is
         self._host_version = 0
 
     def make_master(self, arena: HostArena) -> Tensor:
         """Host bytes for the parameter as it is now. Blocks the host for the pinning. Raises
         HostBudgetError."""
         self.nbytes = self.parameter.numel() * self.parameter.element_size()
-        if self._section is None or self.master.numel() != self.nbytes:
-            if self._section is not None:
-                self._section.close()
-                self._section = None
+        fits = self._section is not None and self.master.numel() == self.nbytes
+        if not fits or self._reader_of_host_copy() is not None:
+            self.close()
             numel = self.parameter.numel()
             (layout,) = lay_out([(0, numel)], bucket_numel=1 << 62, section_numel=1 << 62, whole=True)
             self._section = HostSection(arena, layout, [FlatSpec(_FLAT, self.parameter.element_size(), True)])
             self.master: Tensor = self._section.slot(_FLAT, 0, numel)
         self._on_host = None
         return self.master
+
+    def _reader_of_host_copy(self) -> object | None:
+        """What lives as long as somebody else has the host's copy; None where nobody has. Our own is gone."""
+        self._on_host = None
+        return self._array()
 
     def rest(self) -> None:
         """The parameter's storage is its own from here on."""
@@ -146,16 +153,22 @@ class Weight:
 
     def close(self) -> None:
         """Give the host memory back. No copy of it is in flight."""
-        if self._section is not None:
-            self._section.close()
-            self._section = None
-        self._on_host = None
+        section, self._section = self._section, None
+        if section is not None and not self._leave_to_readers(section, None):
+            section.close()
 
     def close_later(self, after: Event) -> None:
         """As `close`, behind `after`: takes no lock."""
-        if self._section is not None:
-            self._section.close_later(after)
-            self._section = None
+        section, self._section = self._section, None
+        if section is not None and not self._leave_to_readers(section, after):
+            section.close_later(after)
+
+    def _leave_to_readers(self, section: HostSection, after: Event | None) -> bool:
+        """Whether somebody reads the host's copy, such as a state dict: its memory goes back behind them."""
+        array = self._reader_of_host_copy()
+        if array is not None:
+            weakref.finalize(array, section.close_later, after).atexit = False
+        return array is not None
 
     # -- who else has it -------------------------------------------------------------------------------------
     def watch_alias(self, alias: Tensor) -> None:
@@ -174,13 +187,17 @@ class Weight:
 
     # -- the host's copy -------------------------------------------------------------------------------------
     def on_host(self) -> Tensor:
-        """The master as a tensor like the parameter, on the CPU, whose storage has exactly its bytes: one
-        object, so that its version tells of writes."""
-        if self._on_host is None:
-            exact = torch.from_numpy(self.master.numpy()).view(self.parameter.dtype)
-            self._on_host = exact.as_strided(self.parameter.shape, self.parameter.stride())
-            self._host_version = self._on_host._version
-        return self._on_host
+        """The master as a tensor like the parameter, on the CPU, whose storage has exactly its bytes. What
+        this gives shares one version, which tells of writes."""
+        with torch.inference_mode(False), torch.no_grad():
+            # share_memory_() has moved what was given before to memory of its own
+            if self._on_host is None or self._on_host.data_ptr() != self.master.data_ptr():
+                array = self.master.numpy()
+                self._array = weakref.ref(array)
+                exact = torch.from_numpy(array).view(self.parameter.dtype)
+                self._on_host = exact.as_strided(self.parameter.shape, self.parameter.stride())
+                self._host_version = self._on_host._version
+            return self._on_host.detach()
 
     def take_host_writes(self) -> bool:
         """Whether somebody has written the host's copy since this was asked last."""
@@ -235,6 +252,5 @@ class BlockWeights:
     @property
     def may_leave(self) -> bool:
         """Whether nobody uses it, and nobody has an alias that would be read without a load."""
-        return (
-            self.present and not self.entered and not any(weight.is_held_elsewhere for weight in self.weights)
-        )
+        unused = self.present and not (self.entered or self.pinned)
+        return unused and not any(weight.is_held_elsewhere for weight in self.weights)

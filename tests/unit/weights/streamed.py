@@ -142,5 +142,5 @@ def streamed(
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
         pair.check_weights()
         if options.get("mode") != "disk":  # whose threads end what they have begun, in their time
-            assert manager.engine.arena.lent_bytes == 0
+            assert manager.engine.arena.stats().lent_bytes == 0
         assert manager.engine.hooks.streamed == {}

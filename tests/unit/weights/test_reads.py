@@ -137,8 +137,8 @@ def test_a_state_dict_has_live_views_of_the_hosts_copy_each_with_its_own_bytes_o
         assert pair.model.state_dict(keep_vars=True)["layers.3.up.weight"] is weight_of(pair.model)
         pair.train(2)
         pair.model.state_dict()  # what it gave before is the newest then
-        for name, value in pair.plain.state_dict().items():
-            assert torch.equal(state[name], value)
+        assert all(torch.equal(state[name], value) for name, value in pair.plain.state_dict().items())
+        del state, values, of_block
 
 
 def test_what_is_written_to_a_state_dict_is_written_to_the_model() -> None:
@@ -162,6 +162,7 @@ def test_a_write_between_a_forward_and_its_backward_is_torchs_own_error_also_thr
         with torch.no_grad():
             pair.plain.layers[3].up.weight.zero_()
         pair.model.zero_grad()
+        del state
 
 
 @pytest.mark.parametrize("assign", [False, True])
