@@ -61,7 +61,7 @@ def rotation_tables(config: MixtureConfig) -> tuple[Tensor, Tensor]:
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
-    return x.view(*x.shape[:-1], heads, -1).transpose(1, 2)
+    return x.view(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(1, 2)
 
 
 def _rotated(x_BHSC: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

@@ -76,9 +76,12 @@ class MixtureConfig:
     """Attention by plain matrix products: slower and larger, but the same bits every time, also on a GPU."""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "expert_hidden", "experts", "top_k", "layers", "heads", "sequence", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        whole = ("dim", "expert_hidden", "experts", "top_k", "layers", "heads", "sequence", "vocabulary")
+        given = (name for name in ("kv_heads", "head_dim") if getattr(self, name) is not None)
+        for name in (*whole, *given):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number, and at least 1")
         if self.top_k > self.experts:
             raise ValueError(f"top_k is {self.top_k}, and there are {self.experts} experts; lower top_k")
         if self.shared_hidden < 0:

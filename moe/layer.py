@@ -87,7 +87,7 @@ class Mixture(nn.Module):
         self.shared = build(1, config.dim, config.shared_hidden) if config.shared_hidden else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1] != self.config.dim:
+        if x.shape[-1:] != (self.config.dim,):
             raise ValueError(
                 f"a mixture of width {self.config.dim} got {tuple(x.shape)}; the last size must be its dim"
             )

@@ -70,6 +70,9 @@ class MixtureGPT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Tokens (B, S) on the first stage, hidden states (B, S, D) after it; logits (B, S, vocabulary) from
         the last."""
+        sizes = "(batch, sequence)" if self.embedding is not None else "(batch, sequence, dim)"
+        if x.dim() != sizes.count(",") + 1:
+            raise ValueError(f"an input of shape {tuple(x.shape)}; this stage takes {sizes}")
         if x.shape[1] > self.config.sequence:
             raise ValueError(
                 f"a sequence of {x.shape[1]} tokens; the model's longest is {self.config.sequence}: raise "

@@ -139,7 +139,7 @@ def settings(config: Mapping[str, Any] | str | os.PathLike[str]) -> TorchtitanSe
     """The settings of a configuration: a dict of the keys, or of tables of which one is `training`, or the
     path of a TOML file.
 
-    Raises ValueError for a key about offload that is none of them.
+    Raises ValueError for a key about offload that is none of them, or is spelled almost as one.
     """
     if not isinstance(config, Mapping):
         with open(config, "rb") as file:
@@ -147,7 +147,7 @@ def settings(config: Mapping[str, Any] | str | os.PathLike[str]) -> TorchtitanSe
     table = config.get("training", config)
     known = [field.name for field in fields(TorchtitanSettings)]
     for key in table:
-        if "offload" in key and key not in known:
-            near = difflib.get_close_matches(key, known, 1, 0)[0]
-            raise ValueError(f"{key} is no key of torchtitan's training table; the nearest is {near}")
+        near = difflib.get_close_matches(key, known, 1, 0.0 if "offload" in key else 0.85)
+        if near and key not in known:
+            raise ValueError(f"{key} is no key of torchtitan's training table; the nearest is {near[0]}")
     return TorchtitanSettings(**{key: table[key] for key in known if key in table})

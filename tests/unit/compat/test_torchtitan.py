@@ -208,6 +208,7 @@ def test_marks_of_this_projects_own_layers(keys: dict[str, Any], manager: Pipeli
         ({"activation_offload_min_tensor_size": True}, "is True, must be int"),
         ({"activation_offload_min_tensor_size": -1}, "is -1, must be a whole number of elements"),
         ({"activation_offload_modes": "both"}, "the nearest is activation_offload_mode"),
+        ({"enable_activation_offlod": True}, "the nearest is enable_activation_offload"),
     ],
 )
 def test_what_cannot_be_obeyed_is_refused(keys: dict[str, Any], said: str) -> None:

@@ -220,6 +220,23 @@ def test_apply_recomputes_the_rows_of_the_forward_whatever_the_router_computes(
             assert_same(step(model), each)
 
 
+@every_setting
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0)])
+def test_a_model_that_has_no_tokens(setting: dict[str, Any], shape: tuple[int, int]) -> None:
+    tokens, expected = torch.zeros(shape, dtype=torch.int64), once(MixtureGPT(CONFIG))
+    with offloading():
+        model = MixtureGPT(CONFIG, **setting)
+        for _ in range(2):
+            model.zero_grad()
+            init_chunk_handler()
+            logits = model(tokens)
+            assert logits.shape == (*shape, CONFIG.vocabulary)
+            logits.sum().backward()
+            assert not any(grad.any() for grad in grads_of(model).values())
+            step_end()
+            assert_same(once(model), expected)
+
+
 def test_a_model_that_is_copied_pickled_or_loaded_into() -> None:
     config = CONFIG.with_(balance="bias")
     with offloading():

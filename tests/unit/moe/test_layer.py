@@ -331,12 +331,15 @@ def test_placement_that_cannot_be_is_refused(options: dict[str, Any], said: str)
         ({"dim": 30}, "dim 30 over 4 heads is 7.5 channels each"),
         ({"head_dim": 7}, "even whole number"),
         ({"kv_heads": 3}, "4 query heads cannot share 3 key heads equally"),
-        ({"experts": 0}, "experts is 0; it must be at least 1"),
+        ({"experts": 0}, "experts is 0; it must be a whole number, and at least 1"),
         ({"top_k": 9}, "top_k is 9, and there are 8 experts"),
         ({"shared_hidden": -1}, "shared_hidden is -1"),
         ({"balance": "losses"}, "balance is 'losses', must be 'loss', 'bias' or None"),
         ({"balance_rate": 0.1}, "balance_rate is 0.1 with balance=None"),
         ({"probabilities": "input"}, "probabilities is 'input'"),
+        ({"kv_heads": 0}, "kv_heads is 0; it must be a whole number, and at least 1"),
+        ({"head_dim": 0}, "head_dim is 0; it must be a whole number, and at least 1"),
+        ({"dim": 32.0}, "dim is 32.0; it must be a whole number, and at least 1"),
     ],
 )
 def test_shape_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
@@ -351,6 +354,12 @@ def test_sequences_and_stages_beyond_the_config_are_refused() -> None:
         ValueError, match=r"a mixture of width 32 got \(4, 64\); the last size must be its dim"
     ):
         Mixture(SMALL)(torch.zeros(4, 64))
+    with pytest.raises(ValueError, match=r"an input of shape \(4,\); this stage takes \(batch, sequence\)$"):
+        MixtureGPT(SMALL)(torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"of shape \(4, 2\); this stage takes \(batch, sequence, dim\)$"):
+        MixtureGPT(SMALL, stage=1, num_stages=3)(torch.zeros(4, 2))
+    with pytest.raises(ValueError, match=r"a mixture of width 32 got \(\)"):
+        Mixture(SMALL)(torch.tensor(1.0))
     with pytest.raises(ValueError, match="3 layers cannot be cut into 4 stages"):
         MixtureGPT(SMALL, num_stages=4)
     with pytest.raises(ValueError, match="stage 3 of 3"):
