@@ -60,7 +60,7 @@ class CpuBucket(HostBucket):
         self.optimizer: Optimizer | None = None
         self._copied: Event | None = None  # behind the gradients' way out
 
-    def _on_host(self, position: int) -> Tensor:
+    def on_host(self, position: int) -> Tensor:
         """The host bytes that the device's weights are copied to and new ones are rounded into. They are the
         master itself if it has the weights' dtype."""
         dtype = self.members[position].dtype
@@ -110,7 +110,7 @@ class CpuBucket(HostBucket):
         super().set_gradients(gradients)
         self._copied = None
 
-    def _gradient_on_host(self, position: int, dtype: torch.dtype) -> Tensor:
+    def gradient_on_host(self, position: int, dtype: torch.dtype) -> Tensor:
         """Where the gradient is copied to."""
         return self.flat("grad", self.layout.pieces[position], dtype)
 
@@ -121,8 +121,8 @@ class CpuBucket(HostBucket):
         pairs: list[CopyPair] = []
         for position, gradient, weights in zip(self.stepped, self.gradients, self.weights, strict=True):
             for to, source in (
-                (self._gradient_on_host(position, gradient.dtype), gradient),
-                (self._on_host(position), weights),
+                (self.gradient_on_host(position, gradient.dtype), gradient),
+                (self.on_host(position), weights),
             ):
                 pairs.append((to.view(torch.uint8), source.view(torch.uint8)))
         self.device.wait(self.device.d2h, made, "gradients out")
@@ -143,7 +143,7 @@ class CpuBucket(HostBucket):
         device.note_read(device.host, self.section.slot("grad", self.layout.start, self.layout.numel))
         for position, source in zip(self.stepped, self.gradients, strict=True):
             piece, leaf = self.layout.pieces[position], self.leaves[position]
-            gradient, weights = self._gradient_on_host(position, source.dtype), self._on_host(position)
+            gradient, weights = self.gradient_on_host(position, source.dtype), self.on_host(position)
             device.note_read(device.host, weights.view(torch.uint8))
             if weights.dtype != self.master_dtype:
                 update_master(self.flat("master", piece), weights)
@@ -157,7 +157,7 @@ class CpuBucket(HostBucket):
         device = self.device
         pairs: list[CopyPair] = []
         for position, on_device in zip(self.stepped, self.weights, strict=True):
-            weights = self._on_host(position)
+            weights = self.on_host(position)
             device.note_write(device.host, weights.view(torch.uint8))
             if weights.dtype != self.master_dtype:
                 weights.copy_(self.flat("master", self.layout.pieces[position]))
@@ -216,6 +216,15 @@ class CpuPart(HostPart[CpuBucket]):
             leaves = {member.index: [leaf] for member, leaf in pairs}
             # workers read what the user may already change
             bucket.bind(follow_groups(bucket.optimizer, self._new_optimizer, leaves, groups, live=False))
+
+    def flats_on_host(self, member: ParamView) -> tuple[Tensor, Tensor, Tensor]:
+        """What is stepped of a parameter that is never cut, its weights and its gradient; 1-D."""
+        ((bucket, at),) = self._pieces_of[member.index]
+        return (
+            bucket.flat("master", bucket.layout.pieces[at]),
+            bucket.on_host(at),
+            bucket.gradient_on_host(at, bucket.master_dtype),
+        )
 
     def reorder(self, member: ParamView, before: tuple[int, ...]) -> None:
         super().reorder(member, before)

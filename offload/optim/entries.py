@@ -176,13 +176,19 @@ class UserState:
         """What was written since the last step counts. Raises ValueError if no step can be taken with it."""
         self.show()
         changed = self._changed()
+        aliases = [alias for lent in self._lent.values() for alias in lent.values()] if changed else []
+        memory = {local_of(alias).untyped_storage().data_ptr() for alias in aliases}
+        values = [local_of(value) if isinstance(value, Tensor) else value for *_, value in changed]
+        for at, value in enumerate(values):  # what a value refers to may be written first
+            if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in memory:
+                values[at] = value.clone()
         for member, _, key, places, _ in changed:
             if _is_in(self._lent.get(member.index, {}).get(key), places[0]):
                 self._keep_values(member, key)
-        for member, entry, key, places, value in changed:
+        for (member, entry, key, places, _), value in zip(changed, values, strict=True):
             for place in places:
                 if isinstance(value, Tensor):
-                    place.copy_(local_of(value))
+                    place.copy_(value)
                 else:
                     place.fill_(value or 0)
             if key in entry:
@@ -193,14 +199,13 @@ class UserState:
             self._placed.part_of(member).note_state(member, "step" in (self.all.get(member.parameter) or ()))
         self._hand_on()
         self._fill({})
-        del changed
+        del changed, values
         self.is_looked_at = self.is_held = self._has_holders()
 
     def _changed(self) -> list[tuple[ParamView, Any, Any, list[Tensor], Any]]:
         """Values that are not in their places: of which parameter, in which entry, under which key, to be
         written where."""
         found: list[tuple[ParamView, Any, Any, list[Tensor], Any]] = []
-        memory: set[int] = set()
         for member in self._placed.members:
             part, entry = self._placed.part_of(member), self.all.get(member.parameter) or {}
             lent, homes = self._lent.get(member.index, {}), self._homes(member)
@@ -214,17 +219,8 @@ class UserState:
                 elif key in entry or (key in lent and key != MASTER):
                     if key == MASTER and not part.has_master(member):
                         value = places[0]
-                    elif isinstance(value, Tensor) and self._is_lent(value, memory):
-                        value = local_of(value).clone()  # what it refers to may be written first
                     found.append((member, entry, key, places, value))
         return found
-
-    def _is_lent(self, value: Tensor, memory: set[int]) -> bool:
-        """Whether the value lies in memory that was lent. memory: its addresses, found at the first call."""
-        if not memory:
-            aliases = (alias for lent in self._lent.values() for alias in lent.values())
-            memory.update(local_of(alias).untyped_storage().data_ptr() for alias in aliases)
-        return local_of(value).untyped_storage().data_ptr() in memory
 
     def _keep_values(self, member: ParamView, key: Any) -> None:
         """Whoever holds this alias keeps its values: its memory is about to have others."""

@@ -79,22 +79,16 @@ class ResidentPart(Part):
         self._fetched: dict[int, tuple[Tensor | None, Tensor | None]] = {}  # gradients before and in a call
 
     def add(self, members: Sequence[ParamView]) -> None:
-        copied = [m for m in members if self._on_host and m.device.owns(local_of(m.parameter).detach())]
-        self.memory.add(copied)
-        for member in copied:
-            section, start = self.memory.ranges[member.index]
-            dtype = self._options.master_dtype(member)
-            stepped, gradient = (section.view(n, start, member.numel, dtype) for n in ("master", "grad"))
-            weights = stepped
-            if dtype != member.dtype:
-                weights = section.view("weight", start, member.numel, member.dtype)
-            self._flats[member.index] = stepped, weights, gradient
+        self.memory.add(
+            [m for m in members if self._on_host and m.device.owns(local_of(m.parameter).detach())]
+        )
         for member in members:
             self.members[member.index] = member
             inner, dtype = member.parameter, self._options.master_dtype(member)
-            if member.index in self._flats:  # `.data` has a version counter of its own
-                stepped, _, _ = self._flats[member.index]
-                inner = member.shaped(stepped).data.copy_(local_of(inner).detach())
+            if member.index in self.memory.members:
+                flats = self._flats[member.index] = self.memory.flats_on_host(member)
+                # `.data` has a version counter of its own
+                inner = member.shaped(flats[0]).data.copy_(local_of(inner).detach())
             elif dtype != member.dtype:
                 inner = inner.detach().to(dtype, copy=True)
             self._inner[member.index] = inner
@@ -124,45 +118,42 @@ class ResidentPart(Part):
         """Give the class's tensors the model's weights and these gradients, by parameter; one that is missing
         is None. Blocks the host for what is on a device. Order: [Order: whole out]."""
         pairs: list[CopyPair] = []
-        given: dict[int, Tensor | None] = {}
-        arriving: set[int] = set()
-        masters: list[tuple[Any, Tensor]] = []
+        masters: list[ParamView] = []
         for index, inner in self._inner.items():
-            member, gradient = self.members[index], gradients.get(index)
-            stepped, weights, room = self._flats[index] if self._lies_flat(member) else (None,) * 3
+            member, before, gradient = self.members[index], inner.grad, gradients.get(index)
+            flats = self._flats[index] if self._lies_flat(member) else None
             if inner is not member.parameter and (gradient is not None or self._may_write_all):
                 inner.requires_grad_(member.parameter.requires_grad)
-                if weights is None:
+                if flats is None:
                     self.refresh_master(member)
                 else:
-                    pairs.append((_bytes(weights), _bytes(member.flat)))
-                    masters += [(stepped, weights)] if stepped is not weights else []
+                    pairs.append((flats[1], member.flat))
+                    masters += [member] if self.has_master(member) else []
             if gradient is not None and gradient.layout is torch.strided:
-                if room is not None:
-                    made = member.flat_gradient(gradient).to(room.dtype)
-                    pairs.append((_bytes(room), _bytes(made)))
-                    gradient = member.shaped(room)
-                    arriving.add(index)
+                if flats is not None:
+                    pairs.append((flats[2], member.flat_gradient(gradient).to(inner.dtype)))
+                    gradient = member.shaped(flats[2])
                 else:
                     here = gradient if local_of(inner) is not inner else local_of(gradient)
                     gradient = laid_like(inner, here.to(inner.device, inner.dtype))
-            given[index] = gradient
-        if pairs:
-            for _, source in pairs:
-                self._device.note_write(self._device.compute, source)
-            self._device.wait(self._device.d2h, self._device.record(self._device.compute), "whole out")
-            self._device.synchronize(self._copies.send(pairs))
-            for to, _ in pairs:
-                self._device.note_read(self._device.host, to)
-        for master, weights in masters:
-            update_master(master, weights)
-        for index, gradient in given.items():
-            inner = self._inner[index]
-            if self._may_write_all and gradient is not None and index in arriving:
-                gradient = gradient.clone()  # the class may keep it, and this memory has the next one
-            self._fetched[index] = inner.grad, gradient
-            if inner.grad is not gradient:
+            self._fetched[index] = before, gradient
+            if before is not gradient:
                 inner.grad = gradient
+        if pairs:
+            device, pairs = self._device, _bytes(pairs)
+            for _, source in pairs:
+                device.note_write(device.compute, source)
+            device.wait(device.d2h, device.record(device.compute), "whole out")
+            device.synchronize(self._copies.send(pairs))
+            for to, _ in pairs:
+                device.note_read(device.host, to)
+        for member in masters:
+            update_master(*self._flats[member.index][:2])
+        for index in self._flats if self._may_write_all else ():
+            before, gradient = self._fetched[index]
+            if gradient is not None:  # the class may keep it, and its memory has the next one
+                self._inner[index].grad = kept = gradient.clone()
+                self._fetched[index] = before, kept
 
     @torch.no_grad()
     def give_back(self) -> None:
@@ -179,10 +170,9 @@ class ResidentPart(Part):
                     pass
                 elif self._lies_flat(member):
                     stepped, weights, _ = self._flats[index]
-                    if stepped is not weights:
+                    if self.has_master(member):
                         weights.copy_(stepped)
-                    self._device.note_write(self._device.host, _bytes(weights))
-                    pairs.append((_bytes(member.flat), _bytes(weights)))
+                    pairs.append((member.flat, weights))
                     count_write([member] if gradient is not None else [])
                 else:  # of whom has no gradient autograd need not know
                     to = local_of(parameter) if gradient is not None else local_of(parameter).data
@@ -191,7 +181,9 @@ class ResidentPart(Part):
                 inner.grad = before
             del self._fetched[index]
         if pairs:
-            device = self._device
+            device, pairs = self._device, _bytes(pairs)
+            for _, source in pairs:
+                device.note_write(device.host, source)
             device.wait(device.h2d, device.record(device.compute), "whole back")
             device.wait(device.compute, self._copies.fetch(pairs), "whole back")
             for to, _ in pairs:
@@ -209,13 +201,18 @@ class ResidentPart(Part):
         errors: list[BaseException] = []
 
         def evaluate() -> Any:
-            self.give_back()
             try:
-                loss = closure[0]()
-            except BaseException as error:
-                errors.append(error)
+                self.give_back()
+                try:
+                    loss = closure[0]()
+                except BaseException as error:
+                    errors.append(error)
+                    raise
+                fetch()
+            except BaseException:  # the host is about to write what these copies read, or write, too
+                for lane in (self._device.d2h, self._device.h2d):
+                    self._device.synchronize(self._device.record(lane))
                 raise
-            fetch()
             return loss
 
         self.undone = False
@@ -268,8 +265,8 @@ class ResidentPart(Part):
             self.memory.forget(member)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
+def _bytes(pairs: Sequence[CopyPair]) -> list[CopyPair]:
+    return [(to.view(torch.uint8), source.view(torch.uint8)) for to, source in pairs]
 
 
 @contextmanager
