@@ -200,4 +200,4 @@ def test_the_first_attention_of_a_process_may_be_a_recomputed_blocks() -> None:
     """torch sets its order of attention kernels with the first one: it was put back for the recompute, which
     then took another kernel than its forward, and saved other tensors."""
     done = subprocess.run([sys.executable, "-c", FIRST_ATTENTION], capture_output=True, text=True)
-    assert done.stdout.strip() == "same", done.stderr
+    assert done.stdout.endswith("same\n"), done.stderr

@@ -168,11 +168,21 @@ def test_a_capture_that_would_count_no_tokens_is_refused() -> None:
 
 
 def test_compiled_experts_are_near_the_plain_ones() -> None:
-    expected = step(model_of(), (0,))
-    model = model_of()
-    for mixture in model.mixtures():
-        mixture.experts.compile(fullgraph=True)
-    torch.testing.assert_close(step(model, (0,)), expected, rtol=3e-2, atol=3e-2)
+    """Of one mixture: compiled ones round otherwise, and a router behind them then chooses other experts for
+    some tokens."""
+    mixture = next(iter(model_of().mixtures()))
+    x = torch.randn(512, CONFIG.dim, device=DEVICE, dtype=torch.bfloat16)
+
+    def results() -> list[Tensor]:
+        mixture.zero_grad()
+        y = mixture(x)
+        y.float().square().sum().backward()
+        return [y.detach(), *(grad.clone() for grad in grads_of(mixture).values())]
+
+    expected = results()
+    mixture.experts.compile(fullgraph=True)
+    for found, other in zip(results(), expected, strict=True):
+        assert (found - other).float().norm() <= 0.02 * other.float().norm()
 
 
 # -- a model --

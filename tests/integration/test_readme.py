@@ -49,10 +49,10 @@ def test_the_examples_of_the_readme_run_and_the_first_needs_nothing_else_and_kee
     first, marks, *rest = examples(README)
     names = run(README, [first], {"__name__": "page"})
     figures = offload.report().as_dict()
-    # of 32 blocks each saves two tensors of 4 MiB: what it is given, and what its activation is given
-    assert figures["last_step"]["saved_bytes"] == 32 * 2 * 4096 * 256 * 4
+    # of 32 blocks each saves two tensors of 8 MiB: what it is given, and what its activation is given
+    assert figures["last_step"]["saved_bytes"] == 32 * 2 * 8192 * 256 * 4
     assert figures["last_step"]["moved_bytes"] > 0
-    assert figures["peak_bytes"] <= 200_000_000
+    assert figures["peak_bytes"] <= 400_000_000
     out = capsys.readouterr().out
     assert "8 steps since apply" in out
     assert "auto: the plan is settled" in out
