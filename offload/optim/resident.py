@@ -189,12 +189,7 @@ class ResidentPart(Part):
             for to, _ in pairs:
                 device.note_read(device.compute, to)
 
-    def step(
-        self,
-        fetch: Callable[[], None],
-        *closure: Callable[[], Any],
-        atomic: bool,
-    ) -> Any:
+    def step(self, fetch: Callable[[], None], *closure: Callable[[], Any], atomic: bool) -> Any:
         """What the class's step returns, after `fetch`, which calls that of this part. atomic: an error in it
         leaves weights and state as they were."""
         assert self.optimizer is not None
@@ -281,12 +276,14 @@ def undone_on_error(optimizer: Optimizer, not_ours: Sequence[BaseException]) -> 
     for _, before in entries:  # somebody may hold the entry and its tensors, and no more
         before.update({key: copy(value) for key, value in before.items() if not isinstance(value, Tensor)})
     values = [value for _, before in entries for value in before.values() if isinstance(value, Tensor)]
-    copies = [(tensor, tensor.clone()) for tensor in (*leaves, *values)]
+    copies = [(tensor, tensor.data, tensor.clone()) for tensor in (*leaves, *values)]
     try:
         yield
     except BaseException as error:
         with torch.no_grad():
-            for tensor, saved in copies:
+            for tensor, memory, saved in copies:  # which the class may have exchanged
+                if local_of(tensor).data_ptr() != local_of(memory).data_ptr():
+                    tensor.data = memory
                 tensor.copy_(saved)
         for entry, before in entries:
             entry.clear()

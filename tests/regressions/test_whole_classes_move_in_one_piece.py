@@ -15,6 +15,7 @@ from torch.optim import AdamW, Optimizer, RMSprop
 
 from offload import OffloadEngine
 from offload.device.sim import SimDevice
+from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
 from tests.optim_pair import EXECUTORS, torchs
 
@@ -160,3 +161,23 @@ class Counting(Optimizer):
     def step(self, closure: Any = None) -> None:
         self.state["all"]["steps"] += 1
         closure()
+
+
+def test_a_step_that_failed_after_an_exchange_of_memory_is_undone() -> None:
+    class Fails(Swapping):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            if self.state["all"]["steps"] == 2:
+                raise RuntimeError("half way")
+
+    weight = nn.Parameter(torch.arange(4.0))
+    engine = OffloadEngine(device=SimDevice())
+    optimizer = HybridDeviceOptimizer([weight], 1.0, Fails, lr=0.1, engine=engine)
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    before = weight.detach().clone(), optimizer.state[weight]["average"].clone()
+    with pytest.raises(OffloadError, match="half way"):
+        optimizer.step()
+    assert torch.equal(weight, before[0])
+    assert torch.equal(optimizer.state[weight]["average"], before[1])
+    optimizer.close()
