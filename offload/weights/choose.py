@@ -52,9 +52,9 @@ def choose(
             )
     places = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     storages = Counter(
-        parameter.untyped_storage()._cdata
-        for parameter in model.parameters()
-        if type(parameter) is nn.Parameter
+        tensor.untyped_storage()._cdata
+        for tensor in (*model.parameters(), *model.buffers())
+        if type(tensor) in (nn.Parameter, nn.Buffer, Tensor)
     )
     choice = Choice()
     inside: set[int] = set()
@@ -70,7 +70,7 @@ def choose(
                     "tied, or of a module that is used in two places" if tied else ""
                 )
                 if not reason and storages[parameter.untyped_storage()._cdata] > 1:
-                    reason = "in one storage with another parameter"
+                    reason = "in one storage with another parameter or buffer"
                 if reason:
                     choice.keep(reason, parameter)
                 else:

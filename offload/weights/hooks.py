@@ -68,6 +68,11 @@ class HostState:
             if has_it and state.get(key, weight.parameter) is not weight.parameter:
                 state[key] = stream.host_copy(weight)
 
+    def loading(self, module: nn.Module, *args: Any) -> None:
+        """Before load_state_dict(), which may be given a state dict of this module itself."""
+        if (found := self._here(module)) is not None:
+            found[1].refresh(found[0])
+
     def loaded(self, module: nn.Module, keys: Any) -> None:
         """After load_state_dict()."""
         if (found := self._here(module)) is not None:

@@ -149,6 +149,8 @@ class Residency:
         written = [weight for weight in block.weights if weight.dirty]
         if not written:
             return
+        for weight in written:
+            weight.take_host_writes()  # which raises
         for lane in block.readers.values():
             device.wait(device.d2h, device.record(lane), "weights out")
         pairs = [(weight.master, weight.on_device) for weight in written]

@@ -40,7 +40,7 @@ from offload.weights.order import Order, Pass, Use
 from offload.weights.parameters import Parameters
 from offload.weights.residency import CLIENT, Residency
 from offload.weights.watched import make_plain, watch
-from offload.weights.weight import BlockWeights, Close, Weight
+from offload.weights.weight import BlockWeights, Close, Weight, is_alone
 
 __all__ = ["WeightStream"]
 
@@ -118,11 +118,13 @@ class WeightStream(Client):
             for weight in block.weights:
                 weight.holder = reference
         self._parameters = Parameters(engine, self.blocks, self.residency, self._use_saved, self._resized)
+        self._say_shared()
         self._parameters.take(model)
         for weight in (weight for block in self.blocks for weight in block.weights):
             module, hook = weight.module(), HostState(weight)
             assert module is not None  # the model has it
             self._handles.append(module.register_state_dict_post_hook(hook))
+            self._handles.append(module.register_load_state_dict_pre_hook(hook.loading))
             self._handles.append(module.register_load_state_dict_post_hook(hook.loaded))
         engine.attach(self)
 
@@ -293,6 +295,11 @@ class WeightStream(Client):
         with self._lock:
             return self._parameters.host_copy(weight)
 
+    def refresh(self, weight: Weight) -> None:
+        """As Holder. Blocks the host for a copy that is still to come."""
+        if weight.is_read_on_host:
+            self.host_copy(weight)
+
     def adopt(self, weight: Weight) -> None:
         """As Holder."""
         with self._lock:
@@ -314,6 +321,29 @@ class WeightStream(Client):
                 "load_state_dict(assign=True), which is followed",
                 len(replaced),
                 replaced[0],
+            )
+
+    def _say_larger(self) -> None:
+        """At a step's end, when a conversion is whole."""
+        if 0 < self._asked_bytes < self.limit_bytes and self._said.first("larger"):
+            logger.warning(
+                "%s: its converted weights take %s for two blocks, more than weights= allows, %s; remove() "
+                "and apply() again with at least that, or convert back",
+                self.model_name,
+                bytes_text(self.limit_bytes),
+                bytes_text(self._asked_bytes),
+            )
+
+    def _say_shared(self) -> None:
+        shared = [w.name for block in self.blocks for w in block.weights if not is_alone(w.parameter)]
+        if shared:
+            logger.warning(
+                "%d streamed weights of %s share their memory with something else (the first: %s), such as a "
+                "tensor that .data gave or a state dict: they get memory of their own, and a write to one is "
+                "not seen in the other; take such tensors after apply()",
+                len(shared),
+                self.model_name,
+                shared[0],
             )
 
     def _say_let_go(self, weight: Weight) -> None:
@@ -339,6 +369,7 @@ class WeightStream(Client):
         if (step := self._measured.step_ended()) is not None:
             self._plan_with(step)
         self._say_replaced()
+        self._say_larger()
         return ClientStats(
             lent_bytes=sum(self._sizes),
             device_bytes=self.residency.present_bytes,

@@ -79,7 +79,8 @@ class StreamedWeight(Watched):
             raise OffloadError(
                 f"{getattr(func, '__name__', func)}() of {owners[0].name}, whose bytes apply(weights=...) "
                 "brings to the device and takes away again: an address would outlive them. Use clone(), or "
-                "state_dict(), or call remove() on apply's handle first"
+                "state_dict(), or call remove() on apply's handle first. A compiled function asks for it of "
+                "weights outside of their block: do not compile it, nor the optimizer's step"
             )
         if func in _MAKE_ALIAS:
             _refuse_broadcast(owners[0])

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from offload.device import Device, Event, Lane
+from offload.errors import OffloadError
 from offload.memory.arena import HostArena
 from offload.params.layout import lay_out
 from offload.params.sections import FlatSpec, HostSection
 
-__all__ = ["BlockWeights", "Close", "Holder", "Weight", "has_own_storage"]
+__all__ = ["BlockWeights", "Close", "Holder", "Weight", "has_own_storage", "is_alone"]
 
 _use_count = torch._C._storage_Use_Count
 _FLAT = "weights"
@@ -44,13 +45,17 @@ def _bytes_over(storage: torch.UntypedStorage) -> Tensor:
 
 def has_own_storage(tensor: Tensor) -> bool:
     """Whether nobody else has the tensor's storage, which can be freed and refilled and has no byte more."""
-    storage = tensor.untyped_storage()
     return (
-        tensor.storage_offset() == 0
-        and storage.nbytes() == tensor.numel() * tensor.element_size()
-        and storage.resizable()
-        and _use_count(storage._cdata) == 2  # the tensor, and this object
+        is_alone(tensor)
+        and tensor.storage_offset() == 0
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        and tensor.untyped_storage().resizable()
     )
+
+
+def is_alone(tensor: Tensor) -> bool:
+    """Whether nobody else has the tensor's storage."""
+    return bool(_use_count(tensor.untyped_storage()._cdata) == 2)  # the tensor, and the object that was asked
 
 
 class Holder(Protocol):
@@ -73,6 +78,9 @@ class Holder(Protocol):
 
     def host_copy(self, weight: Weight) -> Tensor:
         """A view of its master on the CPU, which has the newest bytes."""
+
+    def refresh(self, weight: Weight) -> None:
+        """What `host_copy` gave has the newest bytes."""
 
     def adopt(self, weight: Weight) -> None:
         """The parameter that load_state_dict(assign=True) has put in its place streams from here on."""
@@ -200,11 +208,22 @@ class Weight:
             return self._on_host.detach()
 
     def take_host_writes(self) -> bool:
-        """Whether somebody has written the host's copy since this was asked last."""
+        """Whether somebody has written the host's copy since this was asked last. Raises OffloadError where
+        it was an old one, and the device's bytes are the weight's then."""
         if self._on_host is None or self._on_host._version == self._host_version:
             return False
         self._host_version = self._on_host._version
+        if self.dirty:
+            raise OffloadError(
+                f"a state dict's {self.name} was written after the weight had been written on the device, so "
+                "it was an old one: that write is lost; call state_dict() again before writing to it"
+            )
         return True
+
+    @property
+    def is_read_on_host(self) -> bool:
+        """Whether the host's copy was given out."""
+        return self._on_host is not None
 
 
 @dataclass(eq=False)

@@ -265,3 +265,74 @@ def test_a_scripted_module_inside_of_a_block() -> None:
     with streamed(model) as pair:
         assert torch.equal(pair.model(x), expected[0])
         assert all(map(torch.equal, [layer.up(x) for layer in model.layers], expected[1]))
+
+
+# -- old state dicts -----------------------------------------------------------------------------------------
+def step(pair: Pair, optimizers: Any) -> None:
+    x = torch.randn(ROWS, WIDTH)
+    for model, optimizer in zip((pair.model, pair.plain), optimizers, strict=True):
+        squares(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_models_own_old_state_dict_is_loaded(assign: bool) -> None:
+    with streamed() as pair:
+        optimizers = pair.optimizers(fused=True)
+        states = [model.state_dict() for model in (pair.model, pair.plain)]
+        for _ in range(3):
+            step(pair, optimizers)
+        for model, state in zip((pair.model, pair.plain), states, strict=True):
+            model.load_state_dict(state, assign=assign)  # in torch they are the weights themselves
+        pair.check_weights()
+        pair.train(2)
+        del states, state
+
+
+def test_a_write_to_an_old_state_dict_is_an_error_once() -> None:
+    with streamed() as pair:
+        optimizers = pair.optimizers(fused=True)
+        state = pair.model.state_dict()
+        step(pair, optimizers)
+        for weight in (weight for block in pair.stream.blocks for weight in block.weights):
+            if weight.dirty:
+                state[weight.name][0] = 5
+        with pytest.raises(OffloadError, match=r"weight was written after the weight had been written on"):
+            pair.model(torch.randn(ROWS, WIDTH))
+        for _ in range(BLOCKS):
+            try:
+                pair.model.state_dict()
+            except OffloadError:
+                continue
+        pair.train(2, optimizers=optimizers)
+        del state
+
+
+def test_a_buffer_in_the_memory_of_a_weight_keeps_it_on_the_device() -> None:
+    class Viewed(Scales):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Parameter(torch.rand(WIDTH, WIDTH))
+            self.register_buffer("view", self.weight.detach())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) @ self.view + self.other[0]
+
+    model = nn.Sequential(*(Viewed() for _ in range(BLOCKS)))
+    with streamed(model) as pair:
+        with torch.no_grad():
+            for each in model:
+                each.weight.mul_(2)
+                assert torch.equal(each.weight, each.view)
+        pair.plain.load_state_dict(model.state_dict())
+
+
+def test_weights_that_conversion_makes_larger_than_the_limit_are_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with streamed(weights="8.2kB") as pair:
+        for model in (pair.model, pair.plain):
+            model.double()
+        pair.train(2, lambda model, x: squares(model, x.double()))
+        assert caplog.text.count("16.38 kB for two blocks, more than weights= allows, 8.20 kB") == 1

@@ -181,7 +181,7 @@ def test_tied_and_shared_weights_adapters_and_small_ones_are_resident_and_said()
         assert {why: number for why, (number, _) in figures.resident.items()} == {
             "smaller than 256 elements": 23,
             "tied, or of a module that is used in two places": 2,
-            "in one storage with another parameter": 1,
+            "in one storage with another parameter or buffer": 1,
             "of an adapter": 1,
             "outside of the blocks": 4,
         }
@@ -195,13 +195,17 @@ def test_tied_and_shared_weights_adapters_and_small_ones_are_resident_and_said()
     assert "wait on the host" in repr(pair.handle)
 
 
-def test_memory_that_others_hold_when_it_leaves_is_theirs() -> None:
+def test_memory_that_others_hold_when_it_leaves_is_theirs_and_said(caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
     held = model.layers[2].up.weight.data  # type: ignore[union-attr]
     before = held.clone()
     with streamed(model) as pair:
         pair.train(2)
         assert torch.equal(held, before)  # as it was when apply() was called
+    assert (
+        "1 streamed weights of Model share their memory with something else (the first: layers.2"
+        in caplog.text
+    )
 
 
 def test_a_distributed_wrapper_is_built_before(tmp_path: Any) -> None:
