@@ -255,6 +255,62 @@ def test_scores_that_were_changed_in_place_before_the_choice_are_changed_once(
     assert all(map(torch.equal, gradients(model, manager), expected))
 
 
+def through_a_view(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+    """A linear layer in three dimensions returns a view with a version counter of its own."""
+    experts: Any = block.experts
+    scores = functional.linear(x[None], block.gate.weight)  # type: ignore[union-attr, arg-type]
+    scores.view(ROWS, EXPERTS)[:, :3] += 1.0
+    index = scores.topk(2).indices
+    picked = torch.einsum("tw,tkwv->tkv", x, experts[index[0]])
+    return (picked * scores.gather(2, index)[0].softmax(-1)[..., None]).sum(1)
+
+
+def afterwards(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+    """Scores are changed once the choice is made."""
+    experts: Any = block.experts
+    scores = block.gate(x) * 1.0  # type: ignore[operator]
+    chosen = torch.bmm(x[:, None], experts[scores.argmax(-1)])[:, 0]
+    return chosen * scores.mul_(3.0).sum(-1, keepdim=True)
+
+
+def sorted_values(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+    """Values with gradients, changed in place; the order is whole numbers that a later call reads."""
+    values, order = block.gate(x).sort(-1)  # type: ignore[operator]
+    return x * values.mul_(2.0).gather(1, order.argsort()).sum(-1, keepdim=True)
+
+
+def changed_indices(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+    with torch.no_grad():
+        index = block.gate(x).topk(2).indices  # type: ignore[operator]
+        index.add_(1).remainder_(ROWS)
+    return x[index.view(-1)[:ROWS]] @ block.experts[0]  # type: ignore[index]
+
+
+def quantized(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+    """Whole numbers that are no decision; and bits that are written in place."""
+    y = x @ block.experts[0]  # type: ignore[index]
+    whole = torch.empty(ROWS, WIDTH, dtype=torch.int8).copy_((y.detach() * 20).round().clamp_(-127, 127))
+    cut = y.detach().clone()
+    cut.view(torch.int32).bitwise_and_(-65536)
+    return y + (cut - y.detach()) + whole * 0.05
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "hidden_states", "selective", "auto"])
+@pytest.mark.parametrize(
+    "use",
+    [through_a_view, afterwards, sorted_values, changed_indices, quantized],
+    ids=lambda use: use.__name__,
+)
+def test_choices_that_are_used_otherwise_have_the_bits_that_they_have_without(
+    use: Callable[..., Tensor], mode: Any, manager: PipelineOffloadManager
+) -> None:
+    expected = gradients(model_of(use))
+    offload.apply(model := model_of(use), mode=mode, min_numel=1)
+    found = gradients(model, manager)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_of_an_operator_that_decides_the_calls_that_decide_nothing_are_recomputed(
     manager: PipelineOffloadManager,
 ) -> None:
