@@ -310,6 +310,51 @@ def test_parameters_on_the_host_are_stepped_there() -> None:
         optimizer.close()
 
 
+class Momentum(Optimizer):
+    """Not torch's, so it steps all; keeps the last gradient itself, and writes into the new one."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                entry = self.state[parameter]
+                parameter.grad.add_(entry.get("last", 0.5), alpha=0.5)
+                entry["last"] = parameter.grad
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cls", [torch.optim.RMSprop, Momentum])
+def test_whole_parameters_are_stepped_in_pinned_memory_with_the_bits_of_the_class_on_the_host(
+    cls: Any, dtype: torch.dtype
+) -> None:
+    """Compute is behind the host when step() copies gradients, and when the next one is issued."""
+    model = net(dtype)
+    twin = [nn.Parameter(parameter.detach().cpu().clone()) for parameter in model.parameters()]
+    optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, cls, lr=1e-2)
+    alone = cls(twin, lr=1e-2)
+    stepped = [p for inside in optimizer.sub_optimizers for g in inside.param_groups for p in g["params"]]
+    assert all(parameter.is_pinned() for parameter in stepped)
+    for number in range(4):
+        generator = torch.Generator(device=DEVICE).manual_seed(number)
+        noise = [torch.randn(p.shape, device=DEVICE, generator=generator).to(dtype) for p in twin]
+        for copy, each in zip(twin, noise, strict=True):
+            copy.grad = each.cpu() * 2
+        sleep(20)
+        for parameter, each in zip(model.parameters(), noise, strict=True):
+            parameter.grad = each * 2
+        optimizer.step()
+        optimizer.zero_grad()
+        alone.step()
+        found = [parameter.detach().clone() for parameter in model.parameters()]
+        for mine, copy in zip(found, twin, strict=True):
+            assert torch.equal(mine.cpu(), copy)
+    optimizer.close()
+
+
 def test_the_cores_near_the_gpu_are_cores_of_this_process() -> None:
     engine = OffloadEngine(device="cuda")
     assert engine.device.near_cores
