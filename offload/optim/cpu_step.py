@@ -39,7 +39,12 @@ from offload.optim.parts import HostOptions
 from offload.params.sections import FlatSpec
 from offload.params.view import ParamView, laid_like, update_master
 
-__all__ = ["CpuBucket", "CpuPart"]
+__all__ = ["CpuBucket", "CpuPart", "as_bytes"]
+
+
+def as_bytes(pairs: Sequence[CopyPair]) -> list[CopyPair]:
+    """The same copies of tensors without gaps, of whatever dtype."""
+    return [(to.view(torch.uint8), source.view(torch.uint8)) for to, source in pairs]
 
 
 @dataclass(eq=False)
@@ -120,13 +125,10 @@ class CpuBucket(HostBucket):
         return: so the host's side is free too. Order: [Order: gradients out]."""
         pairs: list[CopyPair] = []
         for position, gradient, weights in zip(self.stepped, self.gradients, self.weights, strict=True):
-            for to, source in (
-                (self.gradient_on_host(position, gradient.dtype), gradient),
-                (self.on_host(position), weights),
-            ):
-                pairs.append((to.view(torch.uint8), source.view(torch.uint8)))
+            pairs.append((self.gradient_on_host(position, gradient.dtype), gradient))
+            pairs.append((self.on_host(position), weights))
         self.device.wait(self.device.d2h, made, "gradients out")
-        self._copied = self.copies.send(pairs)
+        self._copied = self.copies.send(as_bytes(pairs))
 
     def has_gradients(self) -> bool:
         """Whether the host has the gradients set. Blocks the host: never."""
@@ -161,8 +163,8 @@ class CpuBucket(HostBucket):
             device.note_write(device.host, weights.view(torch.uint8))
             if weights.dtype != self.master_dtype:
                 weights.copy_(self.flat("master", self.layout.pieces[position]))
-            pairs.append((on_device.view(torch.uint8), weights.view(torch.uint8)))
-        self.returned = self.copies.fetch(pairs)
+            pairs.append((on_device, weights))
+        self.returned = self.copies.fetch(as_bytes(pairs))
 
     def step(self, scratch: Tensor | None) -> None:
         """Wait for the gradients, step, and send the weights back, for an optimizer of this bucket alone. The

@@ -40,7 +40,7 @@ from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.ids import Owner
 from offload.optim.classes import step_alone, steps_each_alone
-from offload.optim.cpu_step import CpuPart
+from offload.optim.cpu_step import CpuPart, as_bytes
 from offload.optim.groups import UserGroup, follow_groups
 from offload.optim.parts import HostOptions, Part
 from offload.params.view import ParamView, count_write, laid_like, local_of, update_master
@@ -140,7 +140,7 @@ class ResidentPart(Part):
             if before is not gradient:
                 inner.grad = gradient
         if pairs:
-            device, pairs = self._device, _bytes(pairs)
+            device, pairs = self._device, as_bytes(pairs)
             for _, source in pairs:
                 device.note_write(device.compute, source)
             device.wait(device.d2h, device.record(device.compute), "whole out")
@@ -181,7 +181,7 @@ class ResidentPart(Part):
                 inner.grad = before
             del self._fetched[index]
         if pairs:
-            device, pairs = self._device, _bytes(pairs)
+            device, pairs = self._device, as_bytes(pairs)
             for _, source in pairs:
                 device.note_write(device.host, source)
             device.wait(device.h2d, device.record(device.compute), "whole back")
@@ -258,10 +258,6 @@ class ResidentPart(Part):
                 if isinstance(value, Tensor) and value.data_ptr() == flats[0].data_ptr():
                     value.set_(value.clone())  # type: ignore[call-overload]
             self.memory.forget(member)
-
-
-def _bytes(pairs: Sequence[CopyPair]) -> list[CopyPair]:
-    return [(to.view(torch.uint8), source.view(torch.uint8)) for to, source in pairs]
 
 
 @contextmanager
