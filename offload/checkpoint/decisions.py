@@ -6,7 +6,7 @@ operator of the user's own), or booleans, and a later call of the block reads th
 or a Python number by the booleans. So does a call that makes a Python number of others. Whole numbers of
 whole numbers (counts, offsets, a sorted layout) are the same in every run. Kept with a decision are the
 scores that it was made from: the router's gradient is then of the forward's scores, too. Where the call
-itself cannot be kept (a cast, a write in place, the bits of a float), what it was made from is.
+itself cannot be kept (a cast, a write in place, the bits of a float, a number), what it was made from is.
 
 One invariant: what is found here is kept in the very call in which it is found. What nothing reads, such as
 the places of a maximum in a pooling, is let go with that call.
@@ -169,7 +169,9 @@ class Finder:
         behind = [self._candidates[key] for key in keys & self._candidates.keys()]
         if decides(place[0], given, output):
             choices = choices_of(place[0], given, output)
-            own = {} if why_not else {place: KeptCall(*place, make, output, random, copies=True)}
+            # a log may read numbers in one run only: what they are of is kept, and not the calls
+            may_be = not (why_not or makes_number(place[0], given))
+            own = {place: KeptCall(*place, make, output, random, copies=True)} if may_be else {}
             scores = self._scores(given)
             sizes = frozenset(score.numel() for score, _ in scores.values())
             kept = own

@@ -330,6 +330,23 @@ def test_of_an_operator_that_decides_the_calls_that_decide_nothing_are_recompute
     assert kept == 3 * 3 * ROWS * (EXPERTS * 4 + 2 * 8)  # steps, blocks; scores, argmax and product
 
 
+@pytest.mark.parametrize("mode", ["checkpoint", "hidden_states", "selective", "auto"])
+def test_numbers_that_only_a_forward_logs_are_not_taken_for_those_that_decide(
+    mode: Any, manager: PipelineOffloadManager
+) -> None:
+    log: list[float] = []
+
+    def logged(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
+        if not is_recompute():
+            log.append(x.detach().norm().item() + 100)
+        return by_number(block, x, scores) + by_python(block, x, scores)
+
+    expected = gradients(model_of(logged))
+    offload.apply(model := model_of(logged), mode=mode, min_numel=1)
+    assert all(map(torch.equal, gradients(model, manager), expected))
+    assert len(log) == 2 * 3 * 3
+
+
 class Pool(nn.Module):
     """Its pooling makes places of maxima, which nothing but the backward reads."""
 
