@@ -156,3 +156,49 @@ def test_weights_are_copied_beside_the_compute() -> None:
     assert (handle.weights.misses, handle.weights.hits) == (0, 2 * BLOCKS)
     assert handle.weights.compute_ms
     assert handle.weights.in_bytes == 2 * (BLOCKS - 2) * BLOCK_BYTES
+
+
+def test_a_model_from_the_cpu_keeps_what_was_taken_of_it_and_what_its_forwards_set() -> None:
+    model, plain = pair()
+    model.cpu()
+    handle = offload.apply(model, weights="host")
+    ours, its = adam(model), adam(plain)
+    step(model, 0, ours)
+    step(plain, 0, its)
+    old = model.state_dict()
+    new = {name: value * 0.5 for name, value in old.items()}
+    wide = torch.randn(4 * WIDTH, 2 * WIDTH, dtype=torch.bfloat16)
+    new["layers.3.up.weight"] = wide[:, ::2]  # on the CPU, with gaps
+    before = {name: value.clone() for name, value in old.items()}
+    for each, where in ((model, "cpu"), (plain, "cuda")):
+        each.load_state_dict({name: value.to(where, copy=True) for name, value in new.items()}, assign=True)
+        each.layers[2].up.weight.data = each.layers[1].up.weight.data.clone()
+    for name, _ in model.embed.named_parameters(prefix="embed"):
+        assert model.get_parameter(name).device.type == "cpu"  # as assign does: what does not stream
+    model.to("cuda")
+
+    def sets(module: nn.Module, args: Any) -> None:
+        weight: Any = module.weight
+        weight.data = weight.data * 2
+
+    for each in (model, plain):
+        each.layers[4].down.register_forward_pre_hook(sets)
+    ours, its = adam(model), adam(plain)
+    for number in range(3):
+        for mine, other in zip(step(model, number, ours), step(plain, number, its), strict=True):
+            assert torch.equal(mine, other)
+    found = torch.autograd.grad(
+        model(torch.ones(2, WIDTH, device="cuda").bfloat16()).sum(), model.parameters()
+    )
+    its_found = torch.autograd.grad(
+        plain(torch.ones(2, WIDTH, device="cuda").bfloat16()).sum(), plain.parameters()
+    )
+    assert all(map(torch.equal, found, its_found))
+    handle.remove()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.cpu(), other.cpu())
+    assert model.layers[4].down.weight.device.type == "cpu"
+    other, _ = pair()
+    offload.apply(other, weights="host")  # takes host memory that was given back
+    streams = [name for name in old if name.endswith(("up.weight", "down.weight"))]
+    assert all(torch.equal(old[name], before[name]) for name in streams)
