@@ -296,7 +296,7 @@ def test_an_argument_that_holds_tensors_in_an_object_is_an_error(mode: str, kind
 class OwnRandom(random.Random): ...
 
 
-Made = tuple[Any, Callable[[Any], float]]
+Made = tuple[Any, Callable[[Any], Any]]
 
 SHARED: dict[str, Callable[[], Made]] = {
     "Python's": lambda: (None, lambda g: random.random()),
@@ -310,7 +310,7 @@ OTHERS: dict[str, Callable[[], Made]] = {
     "a subclass of random.Random": lambda: (OwnRandom(0), lambda g: g.random()),
     "torch's in a list": lambda: (
         [torch.Generator().manual_seed(0)],
-        lambda g: float(torch.rand((), generator=g[0])),
+        lambda g: torch.rand((), generator=g[0]),
     ),
     "one that nobody can find": lambda: (None, lambda _: HIDDEN.random()),
 }
@@ -362,6 +362,17 @@ def test_a_block_that_draws_from_numpy_or_python_draws_once(
 def test_a_block_that_draws_from_another_generator_is_an_error(mode: str, make: Any) -> None:
     with pytest.raises(RecomputeDiffersError, match="a generator other than torch's default ones"):
         drawn_gradients(make, mode)
+
+
+@pytest.mark.parametrize("mode", ["hidden_states", "selective"])
+def test_a_number_that_is_read_of_a_draw_is_that_of_the_forward(mode: str) -> None:
+    """What the host reads may be what it branches on, so it is kept, and the recompute draws nothing."""
+
+    def make() -> Made:
+        return [torch.Generator().manual_seed(0)], lambda g: float(torch.rand((), generator=g[0]))
+
+    expected = drawn_gradients(make, None)
+    assert all(map(torch.equal, expected, drawn_gradients(make, mode)))
 
 
 @pytest.mark.parametrize("mode", [None, "hidden_states", "selective"])
