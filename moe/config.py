@@ -43,7 +43,7 @@ class MixtureConfig:
     expert_hidden: int
     """Width inside one expert, which is a gated MLP (SwiGLU)."""
     experts: int
-    """In all; a group of ranks shares them equally."""
+    """How many there are; a group of ranks shares them equally."""
     top_k: int
     """Experts that each token goes to."""
     shared_hidden: int = 0
@@ -127,7 +127,7 @@ class MixtureConfig:
         return 0.01 if self.balance == "loss" else 0.001
 
     def with_(self, **changes: Any) -> MixtureConfig:
-        """The same with some fields changed, checked again."""
+        """A copy with some fields changed, checked again."""
         return replace(self, **changes)
 
 

@@ -100,7 +100,7 @@ def combined(y_RD: Tensor, layout: Layout) -> Tensor:
 
 
 def summed_rows(y: Tensor, rows_TK: Tensor) -> Tensor:
-    """Of each t, the sum of the rows rows_TK[t], always in this order."""
+    """Sums of the rows rows_TK[t] for each t, always in this order."""
     tokens, k = rows_TK.shape
     by_token = y.index_select(0, rows_TK.reshape(-1))
     return by_token if k == 1 else by_token.view(tokens, k, *y.shape[1:]).sum(1)

@@ -39,7 +39,7 @@ def grouped_product(x_RX: Tensor, w_EXY: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def grouped_outer(x_RX: Tensor, y_RY: Tensor, ends_E: Tensor) -> Tensor:
-    """Of each expert, the sum over its rows of x outer y: (E, X, Y); 0 of one that has none."""
+    """Sums over the rows of each expert of x outer y: (E, X, Y); 0 for one that has none."""
     if x_RX.shape[0] == 0:
         return x_RX.new_zeros(ends_E.numel(), x_RX.shape[1], y_RY.shape[1])
     if _is_grouped(x_RX, y_RY.shape[1]):

@@ -139,7 +139,7 @@ def sorted_rows(experts_R: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def inverse_of(order_R: Tensor) -> Tensor:
-    """Of each place, the row that `order_R` brings there, int32."""
+    """The row that `order_R` brings to each place, int32."""
     places_R = torch.arange(order_R.numel(), dtype=torch.int32, device=order_R.device)
     return torch.empty_like(order_R).scatter_(0, order_R.long(), places_R)
 

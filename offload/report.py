@@ -64,7 +64,7 @@ class Report:
     """In which phase of a step the device's memory is highest, where `apply` has seen it."""
 
     weights: WeightFigures | None = None
-    """Of weights that stream, in a report of a handle with `weights=`."""
+    """Figures of weights that stream, in a report of a handle with `weights=`."""
 
     ranks: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 

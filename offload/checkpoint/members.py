@@ -30,7 +30,7 @@ __all__ = ["MembersBefore", "has_lazy", "inner_modules", "is_sharded", "is_train
 _values: Any = dict.values
 
 _ANY = object()
-"""In the place of a value that is left as it is found."""
+"""A mark in the place of a value that is left as it is found."""
 
 
 def inner_modules(module: nn.Module) -> list[nn.Module]:

@@ -91,11 +91,11 @@ class TorchtitanSettings:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of activation_offload_modules."""
+        """The names in activation_offload_modules."""
         return frozenset(map(str.strip, self.activation_offload_modules.split(","))) - {""}
 
     def flags(self) -> dict[str, bool]:
-        """Of a mixture that marks its experts itself: offload_expert_fc1 and offload_moe_act."""
+        """The flags of a mixture that marks its experts itself: offload_expert_fc1 and offload_moe_act."""
         return {
             f"offload_{name}": self.enable_activation_offload and name in self.names
             for name in sorted(_EXPERT_NAMES)

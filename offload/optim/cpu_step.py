@@ -43,7 +43,7 @@ __all__ = ["CpuBucket", "CpuPart", "as_bytes"]
 
 
 def as_bytes(pairs: Sequence[CopyPair]) -> list[CopyPair]:
-    """The same copies of tensors without gaps, of whatever dtype."""
+    """Copies of tensors without gaps, of whatever dtype, as copies of their bytes."""
     return [(to.view(torch.uint8), source.view(torch.uint8)) for to, source in pairs]
 
 

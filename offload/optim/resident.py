@@ -65,7 +65,7 @@ class ResidentPart(Part):
         self._device = engine.device
         self._copies = engine.copier.of(Owner("optim", "whole parameters"))
         self.memory = CpuPart(engine, options, cls, kwargs)
-        """Of the copies on the host: their weights, gradients and masters."""
+        """The memory of the copies on the host: their weights, gradients and masters."""
         self._new_optimizer: Callable[..., Optimizer] = functools.partial(cls, **kwargs)
         self._options = options
         self._on_host = on_host

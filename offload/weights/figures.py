@@ -48,7 +48,7 @@ class WeightFigures:
         return {**asdict(self), "resident": {why: list(what) for why, what in self.resident.items()}}
 
     def line(self) -> str:
-        """Of what streams, for the handle."""
+        """What streams, in a line for the handle."""
         stays = f", {self.kept_blocks} of them kept on the device" if self.kept_blocks else ""
         rest = sum(nbytes for _, nbytes in self.resident.values())
         return (

@@ -82,7 +82,7 @@ class Measured:
         self._pending: tuple[list[_Sample], list[tuple[int, Event, Event]]] | None = None
 
     def look_at(self, arguments: Iterable[Any]) -> None:
-        """Of a block's forward."""
+        """Note how many tokens a block's forward has, by its arguments."""
         for each in arguments:
             if isinstance(each, torch.Tensor) and each.is_floating_point() and each.dim() > 1:
                 self.tokens = each.numel() // max(1, each.shape[-1])

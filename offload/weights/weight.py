@@ -87,7 +87,7 @@ class Holder(Protocol):
 
 
 def _nobody() -> None:
-    """Of a weight that is not streamed."""
+    """A weak reference to nothing, before there is one."""
 
 
 class Weight:
