@@ -1,0 +1,177 @@
+"""Blocks of Qwen2.5-7B's shape with adapters, and the steps of one row: what the works of bench_weights.py
+share.
+
+One invariant: a row's gradients come from a step under deterministic kernels that is none of the timed ones.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from bench import gradients
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder block. hidden, ffn: features. heads, kv_heads: of hidden / heads features each."""
+
+    layers: int = 28
+    hidden: int = 3584
+    ffn: int = 18944
+    heads: int = 28
+    kv_heads: int = 4
+    rank: int = 16
+
+
+TINY = Shape(layers=3, hidden=1024, ffn=1024, heads=8, kv_heads=8, rank=2)
+
+
+class LoraLinear(nn.Module):
+    """A frozen projection and a trained one of low rank beside it."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int, **where: Any) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs, bias=False, **where).requires_grad_(False)
+        self.lora_A = nn.Linear(inputs, rank, bias=False, **where)
+        self.lora_B = nn.Linear(rank, outputs, bias=False, **where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.lora_B(self.lora_A(x))
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape, **where: Any) -> None:
+        super().__init__()
+        size = shape.hidden // shape.heads
+        sizes = {
+            "q": (shape.hidden, shape.hidden),
+            "k": (shape.hidden, shape.kv_heads * size),
+            "v": (shape.hidden, shape.kv_heads * size),
+            "o": (shape.hidden, shape.hidden),
+            "gate": (shape.hidden, shape.ffn),
+            "up": (shape.hidden, shape.ffn),
+            "down": (shape.ffn, shape.hidden),
+        }
+        self.shape = shape
+        self.project = nn.ModuleDict(
+            {name: LoraLinear(*io, shape.rank, **where) for name, io in sizes.items()}
+        )
+        self.norms = nn.ModuleList(nn.RMSNorm(shape.hidden, **where) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, sequence, hidden = x.shape
+        y = self.norms[0](x)
+        query, key, value = (
+            self.project[name](y).view(batch, sequence, -1, hidden // self.shape.heads).transpose(1, 2)
+            for name in ("q", "k", "v")
+        )
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        x = x + self.project["o"](y.transpose(1, 2).reshape(x.shape))
+        y = self.norms[1](x)
+        return x + self.project["down"](F.silu(self.project["gate"](y)) * self.project["up"](y))
+
+
+class Model(nn.Module):
+    def __init__(self, shape: Shape, **where: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(shape, **where) for _ in range(shape.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def bits_of(model: nn.Module) -> list[int]:
+    """A fingerprint of each gradient, this rank's part of it; of none where another keeps them (a peer)."""
+    grads = (getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters() if p.grad is not None)
+    return [int(gradients.fingerprint(grad)) for grad in grads]
+
+
+def link_gb_s(device: torch.device) -> float:
+    """To the device, of 256 MiB at once."""
+    if device.type == "cpu":
+        return 0.0
+    host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        there.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    return (1 << 28) / min(times) / GB
+
+
+def run_steps(
+    model: nn.Module,
+    backward: Callable[[], None],
+    step: Callable[[], None],
+    *,
+    warmup: int,
+    samples: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Times in ms of `samples` steps after `warmup` ones, peaks in bytes of those, and the bits of the first
+    step's gradients (before step(), which also zeroes them). On a CPU there are no peaks."""
+    is_cuda = device.type == "cuda"
+    times: list[float] = []
+    bits: list[int] = []
+    for index in range(warmup + samples):
+        if index == warmup and is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        begun = time.perf_counter()
+        with gradients.deterministic() if index == 0 else nullcontext():
+            backward()
+        if index == 0:
+            bits = bits_of(model)
+        step()
+        if is_cuda:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - begun) * 1e3)
+    stats = torch.cuda.memory_stats() if is_cuda else {}
+    return {
+        "ms": times[warmup:],
+        "active_bytes": stats.get("active_bytes.all.peak", 0),
+        "reserved_bytes": stats.get("reserved_bytes.all.peak", 0),
+        "bits": bits,
+    }
+
+
+HEADER = (
+    "| row | ms | / nothing | law ms | active GB | reserved GB | stay | in GB | stall ms | hits | misses "
+    "| bits |"
+)
+
+
+def line(row: dict[str, Any], nothing: dict[str, Any] | None) -> str:
+    ms, weights = statistics.median(row["ms"]), row["weights"]
+    beside = None if nothing is None else statistics.median(nothing["ms"])
+    cells = [row["row"], f"{ms:.1f}", "" if beside is None else f"{ms / beside:.3f}"]
+    law = ""
+    if weights is not None and beside is not None and row["link_gb_s"]:
+        moves = weights["streamed_bytes"] * (1 - weights["kept_blocks"] / row["blocks"])
+        copies = moves / row["link_gb_s"] / GB * 1e3
+        law = f"{max(beside / 3, copies) + max(2 * beside / 3, copies):.1f}"
+    cells += [law, f"{row['active_bytes'] / GB:.2f}", f"{row['reserved_bytes'] / GB:.2f}"]
+    if weights is None:
+        cells += [""] * 5
+    else:
+        cells += [str(weights["kept_blocks"]), f"{weights['in_bytes'] / GB:.2f}"]
+        cells += [f"{weights['stall_ms']:.1f}", str(weights["hits"]), str(weights["misses"])]
+    same = nothing is None or row["bits"] == nothing["bits"]
+    bits = ("same" if same else "DIFFER") if row["bits"] else "not seen"
+    return "| " + " | ".join([*cells, bits]) + " |"

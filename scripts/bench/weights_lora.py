@@ -1,0 +1,103 @@
+"""Work `lora` of bench_weights.py: adapters on frozen blocks, every block checkpointed. Rows are `nothing`,
+what `weights=` is given, and peers: `trainstream` and `fsdp2` (its CPUOffloadPolicy).
+
+One invariant: a peer is imported when its row starts, and driven through its public interface.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import offload
+from bench.run import NotInstalledError
+from bench.weights import TINY, Model, Shape, link_gb_s, run_steps
+
+ROWS = "nothing,host,5GB,6.8GB"
+
+
+def imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise NotInstalledError(f"not installed: {name} ({error})") from error
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+
+
+def _trainstream(model: Model, device: torch.device) -> torch.optim.Optimizer:
+    """Every block paged; activations are checkpointed by the model, so none leaves."""
+    wrapped: Any = imported("trainstream").wrap(
+        model,
+        _optimizer(model),
+        device=device,
+        blocks=list(model.layers),
+        param_offload=True,
+        activation_offload=False,
+        quantize="none",
+        offload=True,
+    )
+    found: torch.optim.Optimizer = wrapped[1]
+    return found
+
+
+def _fsdp2(model: Model, device: torch.device) -> torch.optim.Optimizer:
+    """One rank: a block is a shard of its own, on the host between uses."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    torch.distributed.init_process_group(
+        "nccl", init_method="tcp://127.0.0.1:29533", rank=0, world_size=1, device_id=device
+    )
+    for layer in model.layers:
+        fully_shard(layer, offload_policy=CPUOffloadPolicy())
+    fully_shard(model, offload_policy=CPUOffloadPolicy())
+    return _optimizer(model)
+
+
+_PEERS: dict[str, Callable[[Model, torch.device], torch.optim.Optimizer]] = {
+    "trainstream": _trainstream,
+    "fsdp2": _fsdp2,
+}
+
+
+def run_row(options: argparse.Namespace) -> dict[str, Any]:
+    """The row of this process."""
+    device = torch.device("cpu" if options.tiny else "cuda:0")
+    dtype = torch.float32 if options.tiny else torch.bfloat16
+    shape, tokens = (TINY, 8) if options.tiny else (Shape(layers=options.layers), options.tokens)
+    torch.manual_seed(0)
+    rate = link_gb_s(device)
+    model = Model(shape, device=device, dtype=dtype)
+    handle = None
+    if options.row in _PEERS:
+        model = model.to("cpu")
+        torch.cuda.empty_cache()
+        optimizer = _PEERS[options.row](model, device)
+    else:
+        handle = None if options.row == "nothing" else offload.apply(model, weights=options.row)
+        optimizer = _optimizer(model)
+    x = torch.randn(1, tokens, shape.hidden, device=device, dtype=dtype)
+
+    def backward() -> None:
+        model(x).float().square().mean().backward()
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = run_steps(model, backward, step, warmup=options.warmup, samples=options.samples, device=device)
+    figures = None if handle is None else handle.weights
+    return found | {
+        "row": options.row,
+        "link_gb_s": rate,
+        "blocks": shape.layers,
+        "weights": None if figures is None else figures.as_dict(),
+        "text": "" if handle is None else str(handle.explain()),
+    }
