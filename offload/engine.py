@@ -31,6 +31,7 @@ from offload.errors import CaptureError, OffloadError, PoolError
 from offload.memory.arena import HostArena
 from offload.memory.budget import HostBudget, LocalHostBudget, default_host_limit_bytes
 from offload.memory.growth import PAGE_BYTES
+from offload.memory.ledger import shared_by_torchrun
 from offload.memory.shortage import HostShortage
 from offload.policy.actions import Rates
 from offload.saved.chunk import SavedChunk
@@ -156,7 +157,7 @@ class OffloadEngine:
             disk, disk_before = self._changed_disk(config), self.transfers.disk
             before, held_bytes = self.arena.budget, self.arena.held_bytes
             try:
-                self.arena.change_budget(_budget_of(config, budget))
+                self.arena.change_budget(_budget_of(config, budget, held_bytes))
                 try:
                     self.reserve_host(config.host_reserve_bytes)
                 except BaseException:
@@ -326,6 +327,7 @@ class OffloadEngine:
         if counts.refused_bytes:
             self.arena.reserve_later(counts.wanted_peak_bytes)
         self._shortage.step_ended(self.last_stats, self.arena.cannot_grow)
+        self.arena.budget.settle()
         self.arena.reset_peak()
         self.step += 1
         return self.last_stats
@@ -399,11 +401,13 @@ class OffloadEngine:
                 ) from None
 
 
-def _budget_of(config: OffloadConfig, given: HostBudget | None) -> HostBudget:
+def _budget_of(config: OffloadConfig, given: HostBudget | None, held_bytes: int = 0) -> HostBudget:
     if given is not None:
         return given
-    limit = config.host_limit_bytes
-    return LocalHostBudget(limit if limit is not None else default_host_limit_bytes())
+    if config.host_limit_bytes is not None:
+        return LocalHostBudget(config.host_limit_bytes)
+    limit = default_host_limit_bytes(held_bytes)
+    return shared_by_torchrun(limit) or LocalHostBudget(limit)
 
 
 def _disk_settings(config: OffloadConfig) -> DiskSettings | None:

@@ -12,7 +12,8 @@ from offload.config import OffloadConfig, checked_config
 from offload.engine import OffloadEngine
 from offload.engines import default_engine
 from offload.groups.manager import GroupsManager
-from offload.memory.budget import HostBudget, LocalHostBudget, StoreHostBudget, default_host_limit_bytes
+from offload.memory.budget import HostBudget, default_host_limit_bytes
+from offload.memory.ledger import SharedHostBudget, shared_by_store
 
 __all__ = [
     "change_limits",
@@ -83,7 +84,7 @@ def configure(
     budget: HostBudget | None = None
     if store is not None:
         limit = config.host_limit_bytes if config.host_limit_bytes is not None else default_host_limit_bytes()
-        budget = StoreHostBudget(store, host_key if host_key is not None else socket.gethostname(), limit)
+        budget = shared_by_store(store, host_key if host_key is not None else socket.gethostname(), limit)
     if manager is not None:
         manager.prepare_close()  # raises while a buffer is on loan
     engine = default_engine(device, config, budget)
@@ -97,7 +98,8 @@ def change_limits(config: OffloadConfig) -> GroupsManager:
     if manager is None:
         return configure(config)
     engine = manager.engine
-    shared = None if isinstance(engine.arena.budget, LocalHostBudget) else engine.arena.budget
+    budget = engine.arena.budget
+    shared = budget if isinstance(budget, SharedHostBudget) and budget.is_named else None
     if shared is not None and config.host_limit_bytes != engine.config.host_limit_bytes:
         raise ValueError(
             f"host_limit is {config.host_limit_bytes!r}, and the ranks of this host share a limit of "

@@ -11,16 +11,13 @@ import os
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-__all__ = ["HostBudget", "LocalHostBudget", "StoreHostBudget", "default_host_limit_bytes"]
+__all__ = ["HostBudget", "LocalHostBudget", "checked_limit", "default_host_limit_bytes"]
 
 DEFAULT_SHARE = 0.8
 """Share of the host's memory that may be pinned by default: the rest is for data loaders, the page cache and
 pageable tensors."""
-
-RACES = 3
-"""How often a reservation is tried again that was only refused because two ranks asked at the same moment."""
 
 
 class HostBudget(Protocol):
@@ -39,6 +36,9 @@ class HostBudget(Protocol):
     def release(self, nbytes: int) -> None:
         """Give back bytes that `reserve` granted."""
 
+    def settle(self) -> None:
+        """A step has ended: the most that was asked for is what this process needs."""
+
     def counts_with(self, other: HostBudget) -> bool:
         """Whether both count in one place: what one of them granted is used in the other."""
 
@@ -47,7 +47,7 @@ class LocalHostBudget:
     """The budget of one process. `limit_bytes` may be changed between steps; 0 refuses everything."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = _checked(limit_bytes)
+        self.limit_bytes = checked_limit(limit_bytes)
         self.used_bytes = 0
         self._lock = threading.Lock()
 
@@ -66,84 +66,54 @@ class LocalHostBudget:
             )
             self.used_bytes -= nbytes
 
+    def settle(self) -> None:
+        """It is nobody else's."""
+
     def counts_with(self, other: HostBudget) -> bool:
         return other is self
 
 
-class Counters(Protocol):
-    """What is used of a torch.distributed.Store."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add atomically, from zero for a new key, and return the sum."""
-
-
-class StoreHostBudget:
-    """The budget of all ranks of one host: a counter in the job's store.
-
-    store: any torch.distributed store.
-    host_key: the same for all ranks of a host and different between hosts.
-    limit_bytes: what the whole host may pin. Every rank passes the same number.
-
-    Each call is one or more round trips to the store, so an arena asks when it grows and never per block. A
-    rank that dies leaves its bytes counted for as long as the store lives; a restarted job has a new store.
-    """
-
-    def __init__(self, store: Counters, host_key: str, limit_bytes: int) -> None:
-        self.limit_bytes = _checked(limit_bytes)
-        self._store = store
-        self._key = f"offload/host_bytes/{host_key}"
-
-    @property
-    def used_bytes(self) -> int:
-        return self._store.add(self._key, 0)
-
-    def reserve(self, nbytes: int) -> bool:
-        """Count `nbytes` more as used, or return False. Two ranks that overshoot at the same moment may both
-        be refused although one would fit; each rolls back and asks again, so a refusal that stays is a true
-        one but for a race lost three times."""
-        assert nbytes >= 0, nbytes
-        for _ in range(RACES):
-            # read first: a request that cannot fit must not disturb the counter that others compare with
-            if self.used_bytes + nbytes > self.limit_bytes:
-                return False
-            if self._store.add(self._key, nbytes) <= self.limit_bytes:
-                return True
-            self._store.add(self._key, -nbytes)
-        return False
-
-    def release(self, nbytes: int) -> None:
-        left = self._store.add(self._key, -nbytes)
-        assert left >= 0, f"host budget {self._key!r} was released {-left:,} bytes below zero"
-
-    def counts_with(self, other: HostBudget) -> bool:
-        return isinstance(other, StoreHostBudget) and (other._store, other._key) == (self._store, self._key)
-
-
-def default_host_limit_bytes() -> int:
-    """80% of what this process may use: the machine's memory, or its cgroup's limit where that is lower."""
+def default_host_limit_bytes(held_bytes: int = 0) -> int:
+    """What this process may pin where nobody says: 80% of the machine's memory, or of a cgroup's limit where
+    that is lower, and no more than is available, beside the `held_bytes` that it holds already."""
+    groups = cgroups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     physical_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [physical_bytes, *cgroup_limits_bytes(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))]
-    return int(min(limits) * DEFAULT_SHARE)
+    limits = [physical_bytes, *(group.limit_bytes for group in groups)]
+    free = [available_bytes(Path("/proc/meminfo")), *(group.available_bytes for group in groups)]
+    return min(int(min(limits) * DEFAULT_SHARE), max(0, min(free)) + held_bytes)
 
 
-def cgroup_limits_bytes(membership: Path, root: Path) -> list[int]:
-    """The memory limits of the cgroup named in `membership` and of all its ancestors under `root`; empty if
-    there is none.
+def available_bytes(meminfo: Path) -> int:
+    """What the machine can give without swapping."""
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+class Cgroup(NamedTuple):
+    """A control group's limit, and the bytes below it that are free, or files that can be dropped."""
+
+    limit_bytes: int
+    available_bytes: int
+
+
+def cgroups(membership: Path, root: Path) -> list[Cgroup]:
+    """The cgroup named in `membership` and all its ancestors under `root` that have a limit of memory.
 
     Reads both layouts: v2 (`0::/path`, memory.max) and v1 (`n:memory:/path`,
-    memory/.../memory.limit_in_bytes).
+    memory/.../memory.limit_in_bytes). Pinned memory is charged to the group of the process that pins it.
     """
     try:
         lines = membership.read_text().splitlines()
     except OSError:
         return []
-    limits = []
+    found = []
     for line in lines:
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0" and not controllers:
-            top, name = root, "memory.max"
+            top, names = root, ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            top, name = root / "memory", "memory.limit_in_bytes"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            top = root / "memory"
         else:
             continue
         folder = top / path.lstrip("/")
@@ -153,11 +123,16 @@ def cgroup_limits_bytes(membership: Path, root: Path) -> list[int]:
             # v2 says "max" for no limit; v1 says a number beyond any machine
             if candidate.is_relative_to(top):
                 with suppress(OSError, ValueError):
-                    limits.append(int((candidate / name).read_text()))
-    return limits
+                    limit = int((candidate / names[0]).read_text())
+                    found.append(Cgroup(limit, limit))
+                    used = int((candidate / names[1]).read_text())
+                    stat = (candidate / "memory.stat").read_text().split()
+                    droppable = int(dict(zip(stat[::2], stat[1::2], strict=False)).get(names[2], 0))
+                    found[-1] = Cgroup(limit, limit - (used - droppable))
+    return found
 
 
-def _checked(limit_bytes: int) -> int:
+def checked_limit(limit_bytes: int) -> int:
     if limit_bytes < 0:
         raise ValueError(
             f"a host limit of {limit_bytes:,} bytes is negative; give bytes, 0 refuses everything"

@@ -18,7 +18,7 @@ from torch import Tensor
 from offload.device import Event
 from offload.device.cuda import CudaDevice
 from offload.memory.arena import Block, HostArena
-from offload.memory.budget import LocalHostBudget
+from offload.memory.budget import LocalHostBudget, available_bytes
 from tests.gpu.widened import cycles_of
 
 pytestmark = pytest.mark.gpu
@@ -202,3 +202,13 @@ def test_a_trim_leaves_lent_bytes_alone_while_they_are_copied(device: CudaDevice
     assert torch.equal(home, source)
     arena.give_back(kept, read)
     assert arena.trim(0) == PIECE
+
+
+def test_pinned_memory_is_charged_to_what_is_available(device: CudaDevice) -> None:
+    """A budget of what is available counts pinned pages, too, or ranks would pin more than there is."""
+    before = available_bytes(Path("/proc/meminfo"))
+    arena = HostArena(device, budget=LocalHostBudget(4 << 30))
+    arena.reserve(4 << 30)
+    after = available_bytes(Path("/proc/meminfo"))
+    arena.close()
+    assert before - after > 3 << 30

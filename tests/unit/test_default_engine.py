@@ -24,7 +24,8 @@ from offload import (
 from offload.engine import OffloadEngine
 from offload.engines import default_engine
 from offload.errors import HostBudgetError
-from offload.memory.budget import LocalHostBudget, StoreHostBudget
+from offload.memory.budget import LocalHostBudget
+from offload.memory.ledger import SharedHostBudget, shared_by_store
 
 KIB, MIB, GIB = 1024, 1 << 20, 1 << 30
 
@@ -112,7 +113,8 @@ def test_a_configure_that_is_refused_changes_nothing(beside: bool) -> None:
     x, y = saved_in_a_group()
     held_bytes = manager.engine.arena.held_bytes
     store = torch.distributed.HashStore()
-    store.add("offload/host_bytes/here", 3 * GIB)  # another rank's
+    shared = shared_by_store(store, "here", 4 * GIB)
+    assert shared.reserve(3 * GIB)  # another rank's
     with pytest.raises(HostBudgetError, match="reserve 1,073,741,824 or less"):
         configure(
             OffloadConfig(host_limit_bytes=4 * GIB, host_reserve_bytes=2 * GIB, piece_bytes=7),
@@ -126,7 +128,8 @@ def test_a_configure_that_is_refused_changes_nothing(beside: bool) -> None:
     assert isinstance(engine.arena.budget, LocalHostBudget)
     assert engine.arena.budget.used_bytes == held_bytes
     assert (engine.config.piece_bytes, engine.store.piece_bytes) == (1, 1)
-    assert store.add("offload/host_bytes/here", 0) == 3 * GIB
+    assert shared.used_bytes == 3 * GIB
+    shared.release(3 * GIB)
     y.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, 2 * torch.cos(2 * x.detach()))
@@ -161,11 +164,11 @@ def test_ranks_that_share_a_budget_may_lower_it_while_they_hold_some() -> None:
     configure(OffloadConfig(host_limit_bytes=GIB, host_reserve_bytes=512 * MIB), **here)  # type: ignore[arg-type]
     config = OffloadConfig(host_limit_bytes=600 * MIB, host_reserve_bytes=512 * MIB)
     manager = configure(config, **here)  # type: ignore[arg-type]
-    assert isinstance(manager.engine.arena.budget, StoreHostBudget)
-    assert manager.engine.arena.budget.limit_bytes == 600 * MIB
-    assert store.add("offload/host_bytes/here", 0) == 512 * MIB
+    budget = manager.engine.arena.budget
+    assert isinstance(budget, SharedHostBudget)
+    assert (budget.limit_bytes, budget.used_bytes) == (600 * MIB, 512 * MIB)
     PipelineOffloadManager.close_instance()
-    assert store.add("offload/host_bytes/here", 0) == 0
+    assert budget.used_bytes == 0
 
 
 @pytest.mark.parametrize("last", ["manager", "optimizer"])

@@ -7,13 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from offload.errors import HostBudgetError, OffloadError, PoolError
 from offload.memory.arena import HostArena
-from offload.memory.budget import LocalHostBudget, StoreHostBudget
+from offload.memory.budget import LocalHostBudget
+from offload.memory.ledger import SharedHostBudget
 from tests.unit.memory.fakes import KIB, PIECE, FakeDevice, FakeEvent, arena_on, taken
 
 
@@ -210,10 +211,9 @@ def no_thread(*_: object) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_two_arenas_share_a_hosts_budget() -> None:
-    store = dist.HashStore()
+def test_two_arenas_share_a_hosts_budget(tmp_path: Path) -> None:
     first, second = (
-        arena_on(FakeDevice(), budget=StoreHostBudget(store, "host", 4 * PIECE)) for _ in range(2)
+        arena_on(FakeDevice(), budget=SharedHostBudget(tmp_path / "ledger", 4 * PIECE)) for _ in range(2)
     )
     first.reserve(3 * PIECE)
     assert second.take(2 * PIECE) is None
