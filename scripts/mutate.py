@@ -6,9 +6,10 @@
     python scripts/mutate.py offload/memory --count 20 --seed 1 --start 12     # goes on with the 13th
     python scripts/mutate.py offload/policy --count 5 --list
 
-A fault is one of these: a negated condition, a shifted bound, `and` for `or`, an integer off by one, a call
-left out (waits, releases and counts are such calls), a reference not let go, a sum of the wrong sign, a
-result that is not returned. The same seed plants the same faults in the same source.
+A fault is one of these: a negated condition or comparison, a shifted bound, `and` for `or`, an integer off by
+one, a call or a keyword argument left out (waits, releases and counts are such calls), a lock that is not
+taken, another default or constant, a reference not let go, a sum of the wrong sign, a result that is not
+returned. The same seed plants the same faults in the same source.
 
 One invariant: the working tree is never written. Each process has a scratch copy of it, plants a fault there,
 runs pytest until its first failure, and puts the file back. The tests run once without a fault, and it is
@@ -46,6 +47,15 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHER_BOUND: dict[type[ast.cmpop], str] = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
+OPPOSITE: dict[type[ast.cmpop], str] = {
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.Is: "is not",
+    ast.IsNot: "is",
+    ast.In: "not in",
+    ast.NotIn: "in",
+}
+NO_LOCK = "__import__('contextlib').nullcontext()"
 PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no")
 SPOKEN = ("logger.", "warnings.", "print(")
 """How calls begin that only say something."""
@@ -107,6 +117,8 @@ def _code(tree: ast.AST) -> Iterator[ast.AST]:
             continue
         if isinstance(child, ast.Expr) and ast.unparse(child).startswith(SPOKEN):
             continue
+        if isinstance(child, ast.Call) and ast.unparse(child.func) == "dataclass":
+            continue
         if isinstance(child, ast.AnnAssign) and child.value is None:
             continue
         yield child
@@ -117,9 +129,10 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, ast.expr | ast.stmt, str]]:
     """(kind, what is replaced, by what) of the faults at this node alone."""
     if isinstance(node, ast.If | ast.While | ast.IfExp):
         yield "condition", node.test, f"not ({ast.unparse(node.test)})"
-    elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in OTHER_BOUND:
+    elif isinstance(node, ast.Compare) and len(node.ops) == 1:
         left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
-        yield "bound", node, f"({left} {OTHER_BOUND[type(node.ops[0])]} {right})"
+        kind, others = ("bound", OTHER_BOUND) if type(node.ops[0]) in OTHER_BOUND else ("equality", OPPOSITE)
+        yield kind, node, f"({left} {others[type(node.ops[0])]} {right})"
     elif isinstance(node, ast.BoolOp):
         word = " and " if isinstance(node.op, ast.Or) else " or "
         yield "and-or", node, f"({word.join(f'({ast.unparse(value)})' for value in node.values)})"
@@ -127,11 +140,28 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, ast.expr | ast.stmt, str]]:
         for part in ast.iter_child_nodes(node):
             if isinstance(part, ast.Constant) and type(part.value) is int:
                 yield "off-by-one", part, str(part.value + 1)
+    elif isinstance(node, ast.Call):
+        for keyword in node.keywords if node.args or len(node.keywords) > 1 else ():
+            left_out = ast.Call(
+                node.func, node.args, [other for other in node.keywords if other is not keyword]
+            )
+            yield "argument", node, ast.unparse(left_out)
+    elif isinstance(node, ast.With):
+        for item in node.items:
+            if ast.unparse(item.context_expr).endswith("lock"):
+                yield "lock", item.context_expr, NO_LOCK
+    elif isinstance(node, ast.FunctionDef):
+        for default in filter(None, (*node.args.defaults, *node.args.kw_defaults)):
+            if changed := _other(default):
+                yield "default", default, changed
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         if "super()" not in ast.unparse(node):
             yield "call", node, "pass"
     elif isinstance(node, ast.Delete):
         yield "release", node, "pass"
+    elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).lstrip("_").isupper():
+        if changed := _other(node.value):
+            yield "constant", node.value, changed
     elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
         if isinstance(node.value, ast.Constant) and node.value.value is None:
             yield "release", node, "pass"
@@ -140,6 +170,13 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, ast.expr | ast.stmt, str]]:
         yield "sign", node, f"{ast.unparse(node.target)} {sign} {ast.unparse(node.value)}"
     elif isinstance(node, ast.Return) and ast.unparse(node) != "return None":
         yield "return", node, "pass" if node.value is None else "return None"
+
+
+def _other(value: ast.expr) -> str:
+    """Another value of a number or a truth value; "" for any other."""
+    if not isinstance(value, ast.Constant) or not isinstance(value.value, bool | int | float):
+        return ""
+    return str(not value.value if isinstance(value.value, bool) else value.value + 1)
 
 
 def planted(root: Path, folders: Sequence[str], count: int, seed: int) -> list[Fault]:

@@ -16,16 +16,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import unseen
 
+_SIZE = 3
+name = 3
 
-def used(waits, size: int, rest=None) -> int:
+
+def used(waits, size: int, rest=None, *, many=False, least=2) -> int:
     if size < 3:
-        waits.synchronize()
+        waits.synchronize(size, lane=rest)
         logger.info("%d", size + 1)
         return size + 1
     self.block = None
     self.count += size
     del rest
     assert size > 2
+    with self._lock, other:
+        found = size is rest
     if size or rest:
         raise ValueError(f"{size + 1} is above {size - 1}")
     return None
@@ -37,17 +42,24 @@ def test_every_kind_of_fault_is_planted_where_a_run_could_notice() -> None:
         (one.line, one.kind, one.planted(SOURCE.encode()).decode().splitlines()[one.line - 1].strip())
         for one in faults_in("a.py", SOURCE.encode())
     }
+    head = "def used(waits, size: int, rest=None, *, many={}, least={}) -> int:"
     assert found == {
-        (8, "condition", "if not (size < 3):"),
-        (8, "bound", "if (size <= 3):"),
-        (9, "call", "pass"),
-        (11, "off-by-one", "return size + 2"),
-        (11, "return", "return None"),
-        (12, "release", "pass"),
-        (13, "sign", "self.count -= size"),
-        (14, "release", "pass"),
-        (16, "condition", "if not (size or rest):"),
-        (16, "and-or", "if ((size) and (rest)):"),
+        (6, "constant", "_SIZE = 4"),
+        (10, "default", head.format(True, 2)),
+        (10, "default", head.format(False, 3)),
+        (11, "condition", "if not (size < 3):"),
+        (11, "bound", "if (size <= 3):"),
+        (12, "call", "pass"),
+        (12, "argument", "waits.synchronize(size)"),
+        (14, "off-by-one", "return size + 2"),
+        (14, "return", "return None"),
+        (15, "release", "pass"),
+        (16, "sign", "self.count -= size"),
+        (17, "release", "pass"),
+        (19, "lock", "with __import__('contextlib').nullcontext(), other:"),
+        (20, "equality", "found = (size is not rest)"),
+        (21, "condition", "if not (size or rest):"),
+        (21, "and-or", "if ((size) and (rest)):"),
     }
 
 
