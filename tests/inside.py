@@ -11,6 +11,8 @@ from unittest.mock import patch
 from offload.apply import Applied
 from offload.disk.worker import Worker
 from offload.engine import OffloadEngine
+from offload.memory.arena import Block
+from offload.transfer import engine as transfers
 from offload.transfer.limits import CONFIG, DEFAULT, PLAN, Cap, Contributor
 from offload.weights import choose
 from offload.weights.stream import WeightStream
@@ -37,6 +39,11 @@ def impose(engine: OffloadEngine, **caps: int | None) -> Contributor:
         cap: Cap = name  # type: ignore[assignment]
         _imposed[engine].bound(cap, nbytes, replaces=(DEFAULT, CONFIG, PLAN, "auto"))
     return _imposed[engine]
+
+
+def checksum_of(block: Block) -> int:
+    """What an audit compares: of a host block's bytes."""
+    return transfers._checksum(block)
 
 
 def has_work(worker: Worker[Any]) -> bool:

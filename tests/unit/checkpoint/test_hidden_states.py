@@ -98,6 +98,29 @@ class Second(nn.Module):
         return y + again
 
 
+class Narrow(nn.Module):
+    """Its first argument is the smaller one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor, wide: Tensor) -> Tensor:
+        y: Tensor = self.block(x)
+        return y * wide.chunk(2)[0]
+
+
+@pytest.mark.req("S4-2")
+def test_the_first_argument_leaves_and_not_the_largest(manager: Manager) -> None:
+    torch.manual_seed(0)
+    with recomputed([narrow := Narrow()], manager):
+        init_chunk_handler(None, None, 1)
+        narrow(source() * 1.0, torch.rand(2 * ROWS, WIDTH)).square().sum().backward()
+    stats = step_end()
+    assert stats is not None
+    assert (stats.spilled, stats.spill_bytes) == (1, INPUT_BYTES)
+
+
 @pytest.mark.req("S4-2")
 def test_the_first_argument_that_may_leave_does_and_one_given_twice_is_saved_once(manager: Manager) -> None:
     torch.manual_seed(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from offload import PipelineOffloadManager, StaleHandleError, step_end
 from offload.compat.handler import OffloadState
 from offload.device.sim import SimDevice
 from tests.unit.groups.handlers import begun, device_of
+from tests.unit.groups.stack import build_manager, installed
 
 LAYOUTS = {
     "contiguous": lambda x: x,
@@ -78,6 +81,22 @@ def test_twenty_cycles_need_one_buffer(manager: PipelineOffloadManager) -> None:
         assert torch.equal(handler.reload(handler.offload(x)), x)
     stats = manager.cpu_tensor_pool.stats
     assert (stats["pool_misses"], stats["pool_hits"], stats["current_in_use"]) == (1, 19, 0)
+
+
+@pytest.mark.req("S2-60")
+@pytest.mark.parametrize("executor", ["late", "early", "random"])
+def test_a_buffer_is_written_again_after_its_reload_whatever_lane_offloads_next(executor: Any) -> None:
+    with installed(build_manager(executor)) as manager:
+        assert manager is not None
+        handler, device = begun(manager), device_of(manager)
+        side, other = device.new_compute_lane("side"), torch.full((64,), 2.0)
+        state = handler.offload(torch.ones(64))
+        back = handler.reload(state)
+        with device.use_lane(side):
+            second = handler.offload(other)
+        assert second.cpu_tensor.data_ptr() == state.cpu_tensor.data_ptr()
+        assert torch.equal(back, torch.ones(64))
+        assert torch.equal(handler.reload(second), other)
 
 
 @pytest.mark.req("S2-60")

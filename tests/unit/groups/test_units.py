@@ -210,12 +210,15 @@ def test_planner_tries_both_plans_and_then_gives_back_what_the_chosen_one_does_n
         seconds={("F", 0, 0): 1e-3, ("F", 0, 1): 1e-3, ("B", 0, 0): 2e-3, ("B", 0, 1): 2e-3},
     )
     trims: list[int] = []
+    refused = 0
     monkeypatch.setattr(engine.arena, "trim", trims.append)
     evaluation = dataclasses.replace(step, backward_order=[], actions=step.actions[:2])
     cut_short = dataclasses.replace(step, backward_order=step.backward_order[:1], actions=step.actions[:3])
 
     def end(ended: SeenStep, stall_ms_of_the_step_before: float) -> None:
-        engine.last_stats = dataclasses.replace(engine.last_stats, stall_ms=stall_ms_of_the_step_before)
+        engine.last_stats = dataclasses.replace(
+            engine.last_stats, stall_ms=stall_ms_of_the_step_before, refused=refused
+        )
         if ended is step or between != "switched off":
             planner.after_step(ended)
         else:
@@ -236,6 +239,10 @@ def test_planner_tries_both_plans_and_then_gives_back_what_the_chosen_one_does_n
     assert first != second, "two plans were tried"
     assert stays[4] == second
     assert stays[5] == stays[6] == second  # 9 ms against 1
+    assert len(trims) == 1
+    planner.trimmer.plan_changed()
+    refused = 1  # what a step lacks is not given back
+    end(step, before_ms)
     assert len(trims) == 1
 
 

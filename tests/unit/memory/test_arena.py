@@ -15,6 +15,7 @@ from offload.errors import HostBudgetError, OffloadError, PoolError
 from offload.memory.arena import HostArena
 from offload.memory.budget import LocalHostBudget
 from offload.memory.ledger import SharedHostBudget
+from tests.inside import checksum_of
 from tests.unit.memory.fakes import KIB, PIECE, FakeDevice, FakeEvent, arena_on, taken
 
 
@@ -220,6 +221,16 @@ def test_two_arenas_share_a_hosts_budget(tmp_path: Path) -> None:
     assert second.take(PIECE) is not None
     first.clear()
     assert second.take(3 * PIECE) is not None
+
+
+@pytest.mark.req("S0-60")
+@pytest.mark.parametrize("part", [0, 1])
+def test_an_audit_sees_a_byte_that_changed_in_any_part_of_a_block(part: int) -> None:
+    block = taken(arena_on(FakeDevice(), limit_bytes=2 * PIECE), 2 * PIECE)
+    assert len(block.extents) == 2
+    before = checksum_of(block)
+    block.extents[part].numpy()[3] ^= 1
+    assert checksum_of(block) != before
 
 
 # -- counters and the end ------------------------------------------------------------------------------------

@@ -565,3 +565,20 @@ def test_the_peak_of_backward_is_not_above_that_of_step(share: float) -> None:
         return max(peaks)
 
     assert peak("backward") <= peak("step") + 1024  # counts and scalars; a bucket is 32 times that
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_frozen_parameter_among_those_given_is_no_error(overlap: Overlap) -> None:
+    def frozen() -> nn.Sequential:
+        model = net()
+        model[0].weight.requires_grad_(False)  # type: ignore[union-attr, operator]
+        return model
+
+    expected, model = frozen(), frozen()
+    theirs, mine = torchs(expected), hybrid(model, overlap=overlap)
+    for number in range(2):
+        for module, optimizer in ((expected, theirs), (model, mine)):
+            backward(module, number)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, copies(model), copies(expected)))

@@ -11,11 +11,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from offload.errors import OffloadError
 from offload.optim import ranks
 from offload.params.view import is_laid_out_as
+from tests.unit.optim.rig import hybrid
 
 
 @pytest.fixture
@@ -67,3 +70,19 @@ def test_a_gradient_laid_out_otherwise_is_seen() -> None:
     assert is_laid_out_as(sharded, sharded)
     assert not is_laid_out_as(sharded, replicated)
     assert is_laid_out_as(torch.ones(4), torch.ones(4))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_shard_that_is_written_past_its_gradient_breaks_the_promise() -> None:
+    """The local tensor counts its own writes: the DTensor's counter stays."""
+    mesh, model = init_device_mesh("cpu", (1,)), nn.Linear(64, 64, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate()]))
+    optimizer = hybrid(model, model=model, overlap="backward")
+    optimizer.last_microbatch = True
+    model(distribute_tensor(torch.ones(8, 64), mesh, [Replicate()])).sum().backward()
+    assert model.weight.grad is not None
+    before = model.weight.grad._version
+    model.weight.grad._local_tensor.mul_(2)  # type: ignore[attr-defined]
+    assert model.weight.grad._version == before
+    with pytest.raises(OffloadError, match=r"the gradient of parameter 0 .* changed after"):
+        optimizer.step()

@@ -241,6 +241,7 @@ def test_a_leftover_of_4_mb_a_step_keeps_nothing_into_the_next(
             metrics = runtime.step_end()
             assert metrics is not None
             assert metrics.activations_spilled == 2
+            assert not list(runtime.registry)
         assert engine.transfers.device_bytes == 0
         if runtime.pool is None:
             assert engine.arena.stats().lent_bytes == 0
