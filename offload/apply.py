@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from os import PathLike
 from types import MappingProxyType
 from typing import Any, Literal, ParamSpec, Protocol
 
@@ -173,6 +174,15 @@ class Applied:
                 if not any(config is held for held in others):
                     config.use_cache = True
 
+    def dequantize(self, block: str = "*") -> None:
+        """Make the INT8 weights of a block plain: from here on they wait as the elements that they are
+        expanded to, and may be written and trained. block: its name, or a pattern (fnmatch) of several.
+        Raises ValueError where none has such weights, HostBudgetError where the elements do not fit into
+        host memory, and OffloadError inside a forward of the block. Blocks the host."""
+        if self._stream is None:
+            raise ValueError(f"dequantize() of {self!r}, of which no weights stream")
+        self._stream.dequantize(block)
+
     def _hook(self, module: nn.Module, calls: Calls) -> None:
         assert self._root is not None
         self._undo.callback(HookPair(module, calls.enter, calls.leave, self._root.calls).remove)
@@ -225,6 +235,7 @@ def apply(
     recompute_differs: Literal["raise", "warn"] = "raise",
     host_reserve: int | str | None = None,
     weights: int | str | None = None,
+    quantize: str | PathLike[str] | None = None,
 ) -> Applied:
     """Offload what `model` saves for its backward, from its next forward on; with `weights`, also the weights
     of its blocks, or these alone.
@@ -275,6 +286,9 @@ def apply(
         are parameters outside of the blocks, of adapters, under 1 Mi elements, and tied ones. The model may
         be on the CPU: what does not stream moves to the device. Weights are frozen, or an optimizer of
         torch's steps them on the device. docs/weights.md has what goes with what.
+    quantize: "int8", with `weights`: frozen weights of two dimensions, and experts' of three, wait and cross
+        the link as INT8 values with a float32 scale a row, and are expanded on the device. What the model
+        computes is what it computes on the expanded weights, bit for bit. What is trained streams as it is.
 
     Raises ValueError for anything that cannot be: no blocks, a pattern that matches nothing, an argument that
     the mode has no use for, modules that are applied already, a mode beside another that it excludes, a
@@ -289,6 +303,12 @@ def apply(
         mode = config.activation_offloading if weights is None else False
     mode = check_mode("mode", mode)
     limit_bytes = weights_limit(weights)
+    if quantize is not None and weights is None:
+        raise ValueError(
+            f'quantize={quantize!r} is of streamed weights; give weights="host" or a size as well'
+        )
+    if quantize not in (None, "int8"):
+        raise ValueError(f'quantize is {quantize!r}, must be "int8"')
     if mode is False:
         _declined.add(model)
         if weights is None:
@@ -330,7 +350,7 @@ def apply(
     if limited != config:
         _check_nothing_waits(before)
         marks.change_limits(limited)
-    stream = None if weights is None else _stream(model, streamed, limit_bytes)
+    stream = None if weights is None else _stream(model, streamed, limit_bytes, quantize)
 
     forget_compiled(model)
     everything = "all tensors" if mode in ALL_TENSORS else None
@@ -398,11 +418,14 @@ def apply(
     return handle
 
 
-def _stream(model: nn.Module, blocks: Blocks, limit_bytes: int | None) -> WeightStream:
+def _stream(
+    model: nn.Module, blocks: Blocks, limit_bytes: int | None, quantize: str | PathLike[str] | None
+) -> WeightStream:
     """The blocks' weights go to the host. Raises ValueError or HostBudgetError; nothing has moved then."""
     engine = marks.default_manager().engine
     named = {name: module for each in blocks.values() for name, module in each.items()}
-    return WeightStream(engine, model, chosen_weights(model, named, engine), limit_bytes)
+    choice = chosen_weights(model, named, engine, quantized=quantize is not None)
+    return WeightStream(engine, model, choice, limit_bytes)
 
 
 def is_declined(model: nn.Module) -> bool:

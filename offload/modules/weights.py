@@ -21,7 +21,7 @@ from offload.modules.settings import gpu_bytes, is_adapter
 from offload.modules.steps import Steps
 from offload.optim.step import stepped_by_open_ones
 from offload.sizes import argument_bytes
-from offload.weights.choose import Choice, choose
+from offload.weights.choose import Choice, choose, quantize
 from offload.weights.hooks import refuse_recorded_graphs
 
 __all__ = ["WeightsRoot", "chosen_weights", "weights_limit"]
@@ -74,8 +74,11 @@ def weights_limit(weights: int | str | None) -> int | None:
     return argument_bytes(weights, name='weights, which is "host" or a size,', of_bytes=gpu_bytes(), least=0)
 
 
-def chosen_weights(model: nn.Module, blocks: Mapping[str, nn.Module], engine: OffloadEngine) -> Choice:
-    """Which weights of the blocks stream. Raises ValueError where that cannot be; nothing has changed."""
+def chosen_weights(
+    model: nn.Module, blocks: Mapping[str, nn.Module], engine: OffloadEngine, quantized: bool = False
+) -> Choice:
+    """Which weights of the blocks stream, and which of them as INT8. Raises ValueError where that cannot be;
+    nothing has changed."""
     for name, module in model.named_modules():
         refuse_recorded_graphs(module, name or type(model).__name__)
     choice = choose(model, blocks, is_adapter, engine.device.torch_device)
@@ -87,4 +90,6 @@ def chosen_weights(model: nn.Module, blocks: Mapping[str, nn.Module], engine: Of
                 "apply(weights=...) would stream it: give weights= to a model whose blocks are frozen, "
                 "step the blocks by an optimizer of torch's, or leave weights= out"
             )
+    if quantized:
+        quantize(choice, model)
     return choice

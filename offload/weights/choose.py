@@ -15,10 +15,13 @@ from torch import Tensor, nn
 
 from offload.weights.weight import Weight
 
-__all__ = ["LEAST_NUMEL", "Choice", "choose"]
+__all__ = ["LEAST_NUMEL", "Choice", "choose", "quantize"]
 
 LEAST_NUMEL = 1 << 20
 """Elements: a smaller parameter of a block is resident. Norms and biases are many copies and few bytes."""
+
+
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 
 
 class Choice:
@@ -85,6 +88,21 @@ def choose(
             f"are {', '.join([*blocks][:4])}; name others with blocks=, or leave weights out"
         )
     return choice
+
+
+def quantize(choice: Choice, model: nn.Module) -> None:
+    """Frozen weights of two dimensions, and of three, which are experts', are INT8 from here on. Raises
+    ValueError where there are none."""
+    weights = [weight for found in choice.blocks.values() for weight in found]
+    for weight in weights:
+        parameter = weight.parameter
+        weight.int8 = not parameter.requires_grad and parameter.dim() in (2, 3) and parameter.dtype in _FLOATS
+    if not any(weight.int8 for weight in weights):
+        raise ValueError(
+            f"apply(quantize=...) finds no frozen weight of 2 or 3 dimensions among the {len(weights)} that "
+            f"stream of {type(model).__name__}; freeze them with requires_grad_(False) before, or leave "
+            "quantize out"
+        )
 
 
 def _refuse(model: nn.Module, where: torch.device) -> None:

@@ -19,7 +19,8 @@ class WeightFigures:
     | name | | unit |
     |---|---|---|
     | blocks, kept_blocks | that stream, and those of them that the plan keeps on the device | |
-    | streamed_bytes, limit_bytes | of all streamed weights, and at most on the device | bytes |
+    | streamed_bytes, limit_bytes | of all streamed weights on the host, and at most on the device | bytes |
+    | int8_bytes | of streamed_bytes, what waits as INT8, with its scales | bytes |
     | resident | of all other parameters, why they are resident: how many, and their bytes | |
     | in_bytes, out_bytes | of the last step, to the device and to the host | bytes |
     | stall_ms | of the step before it: compute waited for weights | ms |
@@ -33,6 +34,7 @@ class WeightFigures:
     streamed_bytes: int
     kept_blocks: int = 0
     limit_bytes: int = 0
+    int8_bytes: int = 0
     resident: dict[str, tuple[int, int]] = field(default_factory=dict)
     in_bytes: int = 0
     out_bytes: int = 0
@@ -49,11 +51,12 @@ class WeightFigures:
 
     def line(self) -> str:
         """What streams, in a line for the handle."""
+        int8 = f" ({bytes_text(self.int8_bytes)} of it as INT8)" if self.int8_bytes else ""
         stays = f", {self.kept_blocks} of them kept on the device" if self.kept_blocks else ""
         rest = sum(nbytes for _, nbytes in self.resident.values())
         return (
-            f"weights: {self.blocks} block{'s' * (self.blocks != 1)} of {bytes_text(self.streamed_bytes)} "
-            f"wait on the host, at most {bytes_text(self.limit_bytes)} on the device{stays}; "
+            f"weights: {self.blocks} block{'s' * (self.blocks != 1)} of {bytes_text(self.streamed_bytes)}"
+            f"{int8} wait on the host, at most {bytes_text(self.limit_bytes)} on the device{stays}; "
             f"{bytes_text(rest)} of others are resident"
         )
 

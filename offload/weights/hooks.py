@@ -66,7 +66,7 @@ class HostState:
             key = prefix + weight.attribute
             has_it = module._parameters.get(weight.attribute) is weight.parameter
             if has_it and state.get(key, weight.parameter) is not weight.parameter:
-                state[key] = stream.host_copy(weight)
+                state[key] = weight.expand_later() if weight.int8 else stream.host_copy(weight)
 
     def loading(self, module: nn.Module, *args: Any) -> None:
         """Before load_state_dict(), which may be given a state dict of this module itself."""

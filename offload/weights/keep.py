@@ -12,13 +12,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Plan", "best_plans", "first_plan", "least_window", "play"]
+__all__ = ["Plan", "Size", "best_plans", "first_plan", "least_window", "play"]
 
 _WINDOWS = 4
 """Windows that are compared: of two blocks, and of one, two and three more."""
 
 _CANDIDATES = 8
 """Blocks that are looked at for each further one that stays, at equal distances: 80 blocks take a second."""
+
+
+class Size(NamedTuple):
+    """Bytes of a block on the device: once it is used, and before, which are those that cross the link. Fewer
+    of INT8 weights."""
+
+    used: int
+    arriving: int
 
 
 class Plan(NamedTuple):
@@ -28,59 +36,86 @@ class Plan(NamedTuple):
     window_bytes: int
 
 
-def least_window(sizes: Sequence[int]) -> int:
-    """Bytes of a block that computes and one that arrives."""
-    return sum(sorted(sizes)[-2:])
+def least_window(sizes: Sequence[Size]) -> int:
+    """Bytes of a block that computes and one that arrives, or of INT8 weights beside their elements."""
+    pairs = [
+        one.used + other.arriving
+        for at, one in enumerate(sizes)
+        for to, other in enumerate(sizes)
+        if at != to or one.arriving < one.used
+    ]
+    return max(pairs, default=sizes[0].used)
 
 
-def first_plan(sizes: Sequence[int], limit_bytes: int) -> Plan:
+def first_plan(sizes: Sequence[Size], limit_bytes: int) -> Plan:
     """Before anything is measured: the window has all of the limit."""
     return _whole(sizes, limit_bytes) or Plan(frozenset(), limit_bytes)
 
 
-def _whole(sizes: Sequence[int], limit_bytes: int) -> Plan | None:
-    """All blocks, where they fit."""
-    return Plan(frozenset(range(len(sizes))), 0) if sum(sizes) <= limit_bytes else None
+def _whole(sizes: Sequence[Size], limit_bytes: int) -> Plan | None:
+    """All blocks, where they fit, with INT8 weights of one beside their elements."""
+    window = max((size.arriving for size in sizes if size.arriving < size.used), default=0)
+    fits = sum(size.used for size in sizes) + window <= limit_bytes
+    return Plan(frozenset(range(len(sizes))), window) if fits else None
 
 
-def play(uses: Sequence[tuple[int, float]], sizes: Sequence[int], plan: Plan, bytes_per_s: float) -> float:
+def play(uses: Sequence[tuple[int, float]], sizes: Sequence[Size], plan: Plan, bytes_per_s: float) -> float:
     """Seconds of a step. uses: (block, seconds that it computes until the next use), as one step after the
     other repeats them. Kept blocks are there."""
     keep, number = plan.keep, len(uses)
     order = [block for block, _ in uses] * 3
     present: dict[int, float] = {}  # when its load ends
+    holds: dict[int, int] = {}  # bytes
     free, link, now, begun = plan.window_bytes, 0.0, 0.0, 0.0
 
     def load(block: int) -> None:
         nonlocal free, link
-        free -= sizes[block]
-        link = max(link, now) + sizes[block] / bytes_per_s
+        holds[block] = sizes[block].arriving
+        free -= holds[block]
+        link = max(link, now) + holds[block] / bytes_per_s
         present[block] = link
 
-    def make_room(block: int, able: list[int], at: int) -> bool:
+    def make_room(nbytes: int, able: list[int], at: int) -> bool:
         """Of the blocks that may go, the one that comes last goes first."""
         nonlocal free
-        if free + sum(sizes[other] for other in able) < sizes[block]:
+        if free + sum(holds[other] for other in able) < nbytes:
             return False
-        if free < sizes[block] and len(able) > 1:
+        if free < nbytes and len(able) > 1:
             able.sort(key=lambda other: -order.index(other, at))
         for other in able:
-            if free < sizes[block]:
+            if free < nbytes:
                 del present[other]
-                free += sizes[other]
+                free += holds.pop(other)
         return True
+
+    def expanding(block: int) -> int:
+        """Bytes that a use of it takes beside its INT8."""
+        used, arriving = sizes[block]
+        return used if holds.get(block, arriving) < used else 0
+
+    def expand(block: int, at: int) -> None:
+        nonlocal free
+        if room := expanding(block):
+            make_room(room, [other for other in present if other != block], at)
+            free -= sizes[block].used - holds[block]
+            holds[block] = sizes[block].used
 
     def fetch(at: int, stay: int | None) -> None:
         """What the stream does after a use: `at` is the next one."""
-        seen = {stay}
+        seen, before, room = {stay}, 0, 0
         for each in range(at, at + number):
             block = order[each]
             if block in keep or block in seen:
                 continue
+            room = max(room, expanding(block))
             if block not in present:
-                if not make_room(block, [other for other in present if other not in seen], at):
+                able = [other for other in present if other not in seen]
+                if before and before + sizes[block].arriving + room > plan.window_bytes:
+                    return
+                if not make_room(sizes[block].arriving, able, at):
                     return
                 load(block)
+            before += holds[block]
             seen.add(block)
 
     for at in range(2 * number):
@@ -89,9 +124,10 @@ def play(uses: Sequence[tuple[int, float]], sizes: Sequence[int], plan: Plan, by
             begun = now
         if block not in keep:
             if block not in present:
-                make_room(block, [*present], at)
+                make_room(sizes[block].arriving, [*present], at)
                 load(block)
             now = max(now, present[block])
+            expand(block, at)
         fetch(at + 1, block)
         now += seconds
         fetch(at + 1, None)
@@ -99,7 +135,7 @@ def play(uses: Sequence[tuple[int, float]], sizes: Sequence[int], plan: Plan, by
 
 
 def _chain(
-    uses: Sequence[tuple[int, float]], sizes: Sequence[int], bytes_per_s: float
+    uses: Sequence[tuple[int, float]], sizes: Sequence[Size], bytes_per_s: float
 ) -> Iterator[frozenset[int]]:
     """Sets of blocks that stay, each one block more than the one before: the block that shortens the step
     most, and of equal ones the one furthest from those that stay."""
@@ -124,14 +160,14 @@ def _distance(index: int, keep: Collection[int]) -> int:
 
 
 def best_plans(
-    uses: Sequence[tuple[int, float]], sizes: Sequence[int], limits: Sequence[int], bytes_per_s: float
+    uses: Sequence[tuple[int, float]], sizes: Sequence[Size], limits: Sequence[int], bytes_per_s: float
 ) -> list[tuple[Plan, float]]:
     """For each limit the plan with the shortest step that fits it, and its seconds; of equal ones the one
     that takes fewest bytes."""
-    least, largest = least_window(sizes), max(sizes)
+    least, largest = least_window(sizes), max(size.used for size in sizes)
     found: list[tuple[float, int, Plan]] = []
     for keep in _chain(uses, sizes, bytes_per_s):
-        kept = sum(sizes[index] for index in keep)
+        kept = sum(sizes[index].used for index in keep)
         if kept + least > max(limits):
             break
         for more in range(_WINDOWS):
@@ -140,7 +176,8 @@ def best_plans(
                 found.append((play(uses, sizes, plan, bytes_per_s), nbytes, plan))
     whole = _whole(sizes, max(limits))
     if whole is not None:
-        found.append((play(uses, sizes, whole, bytes_per_s), sum(sizes), whole))
+        nbytes = sum(size.used for size in sizes) + whole.window_bytes
+        found.append((play(uses, sizes, whole, bytes_per_s), nbytes, whole))
     best = []
     for limit in limits:
         took, _, plan = min((each for each in found if each[1] <= limit), key=lambda each: each[:2])

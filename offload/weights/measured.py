@@ -16,6 +16,7 @@ from offload.device import Device, Event
 from offload.ids import Owner
 from offload.transfer.admission import Direction
 from offload.transfer.copier import Copier
+from offload.weights.keep import Size
 from offload.weights.order import Use
 
 __all__ = ["Measured", "MeasuredStep"]
@@ -44,14 +45,14 @@ class MeasuredStep:
     def blocks(self) -> list[tuple[int, float]]:
         return [(use.block, seconds) for use, seconds in self.uses]
 
-    def longest_pass(self, sizes: list[int]) -> float:
+    def longest_pass(self, sizes: list[Size]) -> float:
         """Of the forward and the backward, the larger ratio of what the copies of all blocks take to what
         they compute."""
         passes = {use.during for use, _ in self.uses}
         ratios = []
         for each in passes:
             seconds = sum(seconds for use, seconds in self.uses if use.during is each)
-            nbytes = sum(sizes[use.block] for use, _ in self.uses if use.during is each)
+            nbytes = sum(sizes[use.block].arriving for use, _ in self.uses if use.during is each)
             if seconds:
                 ratios.append(nbytes / self.bytes_per_s / seconds)
         return max(ratios, default=0.0)

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from offload.device.rows import quantize_rows
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.ids import Owner
@@ -21,7 +22,7 @@ from offload.transfer.admission import Priority
 from offload.weights.residency import CLIENT, Residency
 from offload.weights.saves import pack
 from offload.weights.watched import make_plain, orphan, watch
-from offload.weights.weight import BlockWeights, Weight, has_own_storage
+from offload.weights.weight import BlockWeights, Weight, has_own_storage, written
 
 __all__ = ["Parameters"]
 
@@ -48,16 +49,27 @@ class Parameters:
     # -- to the host, and back -------------------------------------------------------------------------------
     def take(self, model: nn.Module) -> None:
         """Every weight goes to the host, and everything else to the device. Blocks the host for the pinning.
-        Raises HostBudgetError; nothing has changed then."""
+        Raises HostBudgetError, and ValueError for INT8 of what is not finite; nothing has changed then."""
+        weights = [weight for block in self._blocks for weight in block.weights]
         taken: list[Weight] = []
         try:
-            for block in self._blocks:
-                for weight in block.weights:
-                    self._take_in(weight)
-                    taken.append(weight)
+            for weight in weights:  # what loses bits is read whole before anything goes
+                if weight.int8 or weight.source:
+                    weight.make_master(self._engine.arena)
+                if weight.source is not None:
+                    weight.source(weight)
+                elif weight.int8:
+                    with _plainly():
+                        value = weight.parameter.data
+                    self.write_int8(weight, value)
+                    del value
+            for weight in weights:
+                self._take_in(weight)
+                taken.append(weight)
         except BaseException:
             self._synchronize()
-            weight.close()
+            for each in weights[len(taken) :]:
+                each.close()
             for each in taken:
                 self._rest_at_origin(each)
             raise
@@ -73,14 +85,37 @@ class Parameters:
             end = weakref.finalize(weight.module(), _module_is_gone, self._engine, weight)
             end.atexit = False
 
+    def write_int8(self, weight: Weight, value: Tensor) -> None:
+        """Quantise a value on the device, and send it to the weight's master. Raises ValueError where it is
+        not finite; the master is as before then. Blocks the host. Order: [Order: weights out], [Order:
+        weights gone]."""
+        device = self._device
+        with torch.inference_mode(False), torch.no_grad(), _plainly():
+            value = value.to(device.torch_device)
+            device.note_read(device.compute, value)
+            flat = device.empty(weight.link_bytes)
+            values, scales = weight.int8_views(flat)
+            quantize_rows(value, values, scales)
+            device.note_write(device.compute, flat)
+            if not bool(scales.isfinite().all()):
+                raise ValueError(
+                    f"quantize='int8': {weight.name} has values that are inf or nan; mend them, or leave "
+                    "quantize= out"
+                )
+            device.wait(device.d2h, device.record(device.compute), "weights out")
+            pairs = [(weight.master, flat)]
+            weight.block.left = self._engine.copier.of(Owner(CLIENT, weight.name)).send(pairs)
+            device.wait(device.compute, weight.block.left, "weights gone")
+
     def _take_in(self, weight: Weight) -> None:
-        """The bytes of the parameter as it is now go to its master; its storage is its own from here on, and
-        freed. Order: [Order: weights out], [Order: weights gone]."""
+        """The bytes of the parameter as it is now go to its master, if that is not filled by itself; its
+        storage is its own from here on, and freed. Order: [Order: weights out], [Order: weights gone]."""
         parameter, device = weight.parameter, self._device
+        filled = weight.int8 or weight.source is not None
         with torch.inference_mode(False), torch.no_grad(), _plainly():
             master = weight.make_master(self._engine.arena)
             here = parameter.device == device.torch_device
-            if not here:
+            if not here and not filled:
                 flat = parameter.data.as_strided((parameter.numel(),), (1,), parameter.storage_offset())
                 master.view(parameter.dtype).copy_(flat)
             if not (here and has_own_storage(parameter)):
@@ -90,7 +125,8 @@ class Parameters:
                 parameter.data = own.copy_(parameter.data) if here else own
                 del own
             weight.rest()
-            if here:
+            weight.source = None
+            if here and not filled:
                 device.note_write(device.compute, parameter)
                 device.wait(device.d2h, device.record(device.compute), "weights out")
                 pairs = [(master, weight.on_device)]
@@ -123,6 +159,8 @@ class Parameters:
         for block in self._blocks:
             if not block.present and any(weight.origin == here for weight in block.weights):
                 self._residency.load(block, Priority.REQUIRED)
+            if block.staged and any(weight.origin == here for weight in block.weights):
+                self._residency.expand(block)
         self._synchronize()
         for block in self._blocks:
             if block.present and not any(weight.origin == here for weight in block.weights):
@@ -136,6 +174,30 @@ class Parameters:
     def _synchronize(self) -> None:
         for lane in (self._device.h2d, self._device.d2h):
             self._device.synchronize(self._device.record(lane))
+
+    def dequantize(self, block: BlockWeights) -> None:
+        """The block's INT8 weights wait as the elements that they are expanded to, from here on. Raises
+        HostBudgetError where one does not fit; those before it are plain then. Blocks the host."""
+        weights = [weight for weight in block.weights if weight.int8]
+        if block.entered:
+            raise OffloadError(f"dequantize() inside a forward of {block.name}, which uses it; do it outside")
+        if block.staged:
+            self._residency.drop(block)
+        self._synchronize()  # the masters go
+        try:
+            for weight in weights:
+                elements = weight.on_host()
+                weight.int8 = False
+                try:
+                    master = weight.make_master(self._engine.arena)
+                except BaseException:
+                    weight.int8 = True
+                    raise
+                flat = elements.as_strided((elements.numel(),), (1,))
+                master.view(elements.dtype).copy_(flat)
+        finally:
+            block.count()
+            self._resized(block)
 
     # -- the host's copy -------------------------------------------------------------------------------------
     def host_copy(self, weight: Weight) -> Tensor:
@@ -179,6 +241,11 @@ class Parameters:
         found = weight.replaced_by()
         if found is None:
             return
+        if weight.int8:
+            module = weight.module()
+            assert module is not None  # that has it
+            module._parameters[weight.attribute] = weight.parameter  # type: ignore[assignment]
+            raise written(weight)
         if found.shape != weight.parameter.shape:
             raise OffloadError(
                 f"{weight.name} was replaced by a parameter of {tuple(found.shape)}, and "

@@ -10,9 +10,16 @@ second is said.
 # alive   the parameter's storage.
 # proof   tests/property/test_weight_edges.py, edge "weights room"
 #
+# [Order: weights int8]
+# hazard  RAW: INT8 weights are expanded before `h2d` has written their bytes.
+# edge    the block keeps the event after its way in; the lane that expands waits for it.
+# alive   the block holds what is staged until it has issued the expansion, on the lane of its allocation.
+# proof   tests/property/test_weight_edges.py, edge "weights int8"
+#
 # [Order: weights here]
-# hazard  RAW: a lane reads a weight before `h2d` has written it.
-# edge    the block keeps the event after its way in; each lane that uses it waits for it, once.
+# hazard  RAW: a lane reads a weight before `h2d` has written it, or another lane has expanded it.
+# edge    the block keeps the event after its way in, or after its expansion; each lane that uses it waits
+#         for it, once.
 # alive   the parameter's storage; the master belongs to the weight.
 # proof   tests/property/test_weight_edges.py, edge "weights here"
 #
@@ -39,11 +46,14 @@ second is said.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
+from torch import Tensor
 
-from offload.device import Device
+from offload.device import Device, Event, Lane
+from offload.device.rows import expand_rows
 from offload.engine import OffloadEngine
 from offload.ids import Owner
 from offload.sizes import bytes_text
@@ -78,15 +88,19 @@ class Residency:
         """Bring the block in. False, and nothing has moved, where admission or the device's memory refuses
         one that is not REQUIRED. Order: [Order: weights room], [Order: weights home]."""
         device, copier, owner = self.device, self._engine.copier, Owner(CLIENT, block.name)
-        lease = copier.ask(block.nbytes, Direction.H2D, owner, priority)
+        lease = copier.ask(block.link_bytes, Direction.H2D, owner, priority)
         if lease is None:
             return False
         filled: list[Weight] = []
+        staged: list[tuple[Weight, Tensor]] = []
         weights = tuple(block.weights)  # one whose module dies meanwhile is taken out by a finaliser
         try:
             for weight in weights:
-                device.refill(weight.storage, weight.nbytes)
-                filled.append(weight)
+                if weight.int8:
+                    staged.append((weight, device.empty(weight.link_bytes)))
+                else:
+                    device.refill(weight.storage, weight.nbytes)
+                    filled.append(weight)
         except BaseException as error:
             for weight in filled:
                 device.free(weight.storage)
@@ -98,48 +112,112 @@ class Residency:
         device.wait(device.h2d, device.record(block.home), "weights room")
         if block.left is not None:
             device.wait(device.h2d, block.left, "weights home")
-        pairs = [(weight.on_device, weight.master) for weight in weights]
-        block.present = True
-        self.present_bytes += block.nbytes
+        pairs = [(weight.on_device, weight.master) for weight in filled]
+        pairs += [(flat, weight.master) for weight, flat in staged]
+        block.present, block.staged = True, staged
+        self._count(block.link_bytes)
         block.readers.clear()
         try:
-            block.arrived = copier.copy(lease, Direction.H2D, owner, pairs, block.nbytes)
+            block.arrived = copier.copy(lease, Direction.H2D, owner, pairs, block.link_bytes)
         except BaseException:
             lease.done(None)
             block.arrived = device.record(device.h2d)
             self.drop(block)
             raise
-        self.in_bytes += block.nbytes
-        self.present_bytes_peak = max(self.present_bytes_peak, self.present_bytes)
+        self.in_bytes += block.link_bytes
         return True
+
+    def _count(self, nbytes: int) -> None:
+        self.present_bytes += nbytes
+        self.present_bytes_peak = max(self.present_bytes_peak, self.present_bytes)
+
+    def expand(self, block: BlockWeights) -> None:
+        """The block's INT8 weights become the parameters' elements, on the lane that its bytes come from;
+        what was staged is free behind that. Raises torch.OutOfMemoryError; they are staged then. Order:
+        [Order: weights int8]."""
+        device, lane, arrived = self.device, block.home, block.arrived
+        assert lane is not None  # it is present
+        assert arrived is not None
+        refilled: list[Weight] = []
+        with nullcontext() if lane is device.compute else device.use_lane(lane):
+            try:
+                for weight, _ in block.staged:
+                    if not weight.storage.nbytes():
+                        device.refill(weight.storage, weight.nbytes)
+                        refilled.append(weight)
+            except BaseException:
+                for weight in refilled:
+                    device.free(weight.storage)
+                raise
+            self._count(sum(weight.nbytes for weight in refilled))
+            self._wait(lane, arrived, "weights int8")
+            for weight, flat in block.staged:
+                device.note_read(lane, flat)
+                parameter = weight.on_device.view(weight.parameter.dtype)
+                parameter = parameter.as_strided(weight.parameter.shape, weight.parameter.stride())
+                values, scales = weight.int8_views(flat)
+                expand_rows(values, scales, parameter)
+                device.note_write(lane, parameter)
+            block.arrived = device.record(lane)
+        self._count(-sum(flat.numel() for _, flat in block.staged))
+        block.staged = []
+        block.readers[id(lane)] = lane
+
+    def restore(self, block: BlockWeights) -> None:
+        """Undo what the current lane has written to its INT8 weights. Order: [Order: weights room], [Order:
+        weights gone]."""
+        device, home, owner = self.device, block.home, Owner(CLIENT, block.name)
+        assert home is not None  # it is present
+        for lane in block.readers.values():
+            if lane is not home:
+                device.wait(home, device.record(lane), "weights gone")
+        with nullcontext() if home is device.compute else device.use_lane(home):
+            block.staged = [(each, device.empty(each.link_bytes)) for each in block.weights if each.int8]
+        self._count(sum(flat.numel() for _, flat in block.staged))
+        device.wait(device.h2d, device.record(home), "weights room")
+        pairs = [(flat, weight.master) for weight, flat in block.staged]
+        block.arrived = self._engine.copier.of(owner).fetch(pairs)
+        block.readers.clear()
+        self.expand(block)
+
+    def _wait(self, lane: Lane, arrived: Event, order: str) -> None:
+        """The lane waits for a block, which is a stall where it is not there yet."""
+        device = self.device
+        timed = not device.poll(arrived)
+        before = device.record(lane, timed=True) if timed else None
+        device.wait(lane, arrived, order)
+        if before is not None:
+            self.stalls.append(Stall(lane, before, device.record(lane, timed=True)))
 
     def use(self, block: BlockWeights, order: Iterable[int]) -> bool:
         """The current lane is about to read the block's weights; whether they were there, or on their way.
         Order: [Order: weights here]."""
         device, found = self.device, block.present
         if not found:
-            if not self.make_room(block, (), order):
-                self._say_over(block)
-            try:
-                self.load(block, Priority.REQUIRED)
-            except torch.OutOfMemoryError:  # what was fetched ahead, or is kept, is worth less
-                for other in self.blocks:
-                    if other.may_leave:
-                        self.drop(other)
-                self.load(block, Priority.REQUIRED)
+            self._in_room(block, order, lambda: self.load(block, Priority.REQUIRED))
+        if block.staged:
+            self._in_room(block, order, lambda: self.expand(block))
         lane = device.compute
         if id(lane) not in block.readers:
             block.readers[id(lane)] = lane
             assert block.arrived is not None
-            timed = not device.poll(block.arrived)
-            before = device.record(lane, timed=True) if timed else None
-            device.wait(lane, block.arrived, "weights here")
-            if before is not None:
-                self.stalls.append(Stall(lane, before, device.record(lane, timed=True)))
+            self._wait(lane, block.arrived, "weights here")
         with torch._C.DisableTorchFunctionSubclass():
             for weight in block.weights:
                 device.note_read(lane, weight.parameter)
         return found
+
+    def _in_room(self, block: BlockWeights, order: Iterable[int], bring: Callable[[], object]) -> None:
+        """Make room, and do it; where the device is full, with nothing else on it that could leave."""
+        if not self.make_room(block, (), order):
+            self._say_over(block)
+        try:
+            bring()
+        except torch.OutOfMemoryError:  # what was fetched ahead, or is kept, is worth less
+            for other in self.blocks:
+                if other is not block and other.may_leave:
+                    self.drop(other)
+            bring()
 
     # -- out -------------------------------------------------------------------------------------------------
     def write_back(self, block: BlockWeights) -> None:
@@ -171,10 +249,11 @@ class Residency:
         for event in (block.arrived, block.left):
             if event is not None:
                 device.wait(home, event, "weights gone")
+        self._count(-block.held_bytes)
         for weight in tuple(block.weights):
-            device.free(weight.storage)
-        block.present = False
-        self.present_bytes -= block.nbytes
+            if weight.storage.nbytes():
+                device.free(weight.storage)
+        block.present, block.staged = False, []
         block.readers.clear()
 
     def flush(self, blocks: Collection[BlockWeights]) -> None:
@@ -189,16 +268,19 @@ class Residency:
     def make_room(self, coming: BlockWeights, stay: Collection[int], order: Iterable[int]) -> bool:
         """Drop blocks until `coming` fits: not those that the plan keeps, nor those in `stay`; first the one
         that comes last in `order`. False, and none has left, where that is not enough. A block that the plan
-        keeps has room of its own."""
-        if coming.keep:
+        keeps has room of its own, but for INT8 weights beside their elements."""
+        if coming.keep and not coming.staged:
             return True
         here = [block for block in self.blocks if block.present and not block.keep]
-        excess = sum(block.nbytes for block in here) + coming.nbytes - self.window_bytes
+        needed = coming.expanded_bytes if coming.staged else coming.link_bytes
+        if coming.keep:
+            needed = sum(flat.numel() for _, flat in coming.staged)
+        excess = sum(block.held_bytes for block in here) + needed - self.window_bytes
         if excess <= 0:
             return True
-        able = [block for block in here if block.index not in stay and block.may_leave]
-        if sum(block.nbytes for block in able) < excess:
-            return False
+        able = [each for each in here if each.index not in stay and each.may_leave and each is not coming]
+        if sum(block.held_bytes for block in able) < excess:
+            return coming.keep
         if len(able) > 1:
             ranks: dict[int, int] = {}
             for rank, index in enumerate(order):
@@ -206,17 +288,17 @@ class Residency:
             able.sort(key=lambda block: -ranks.get(block.index, len(ranks) + len(self.blocks)))
         for block in able:
             if excess > 0:
-                excess -= block.nbytes
+                excess -= block.held_bytes
                 self.drop(block)
         return True
 
     def trim(self) -> None:
         """Drop what is beyond the window of a new plan."""
         here = [block for block in self.blocks if block.present and not block.keep]
-        excess = sum(block.nbytes for block in here) - self.window_bytes
+        excess = sum(block.held_bytes for block in here) - self.window_bytes
         for block in here:
             if excess > 0 and block.may_leave:
-                excess -= block.nbytes
+                excess -= block.held_bytes
                 self.drop(block)
 
     def _say_over(self, coming: BlockWeights) -> None:
@@ -234,7 +316,7 @@ class Residency:
                 "(the first: %s) cannot leave, because something else holds their memory: a tensor made of "
                 ".data or .detach() inside a forward, or what was saved for a backward under hooks that "
                 "hide it. Drop it, or name fewer blocks",
-                bytes_text(coming.nbytes),
+                bytes_text(coming.link_bytes),
                 bytes_text(self.window_bytes),
                 len(held),
                 held[0],

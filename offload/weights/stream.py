@@ -11,6 +11,7 @@ when bytes move.
 
 from __future__ import annotations
 
+import fnmatch
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,13 +35,13 @@ from offload.transfer.stalls import Stall, total_ms
 from offload.weights.choose import Choice
 from offload.weights.figures import WeightFigures
 from offload.weights.hooks import HostState
-from offload.weights.keep import Plan, best_plans, first_plan, least_window
+from offload.weights.keep import Plan, Size, best_plans, first_plan, least_window
 from offload.weights.measured import Measured, MeasuredStep
 from offload.weights.order import Order, Pass, Use
 from offload.weights.parameters import Parameters
 from offload.weights.residency import CLIENT, Residency
 from offload.weights.watched import make_plain, watch
-from offload.weights.weight import BlockWeights, Close, Weight, is_alone
+from offload.weights.weight import BlockWeights, Close, Weight, is_alone, written
 
 __all__ = ["WeightStream"]
 
@@ -88,23 +89,24 @@ class WeightStream(Client):
             BlockWeights(index, name, engine.device, weights)
             for index, (name, weights) in enumerate(choice.blocks.items())
         ]
-        self._sizes = [block.nbytes for block in self.blocks]
+        self._sizes = [Size(block.nbytes, block.link_bytes) for block in self.blocks]
         least = least_window(self._sizes)
         if limit_bytes is not None and limit_bytes < least:
             raise ValueError(
                 f"weights={bytes_text(limit_bytes)} for {self.model_name}: one block computes while the next "
-                f"arrives, and the two largest take {bytes_text(least)} together; give at least that, or "
+                f"arrives, which takes {bytes_text(least)} together; give at least that, or "
                 'weights="host" for no more than that'
             )
         what = f"the streamed weights of {self.model_name}"
-        check_budget(engine.arena, sum(self._sizes), what, "name fewer blocks")
+        check_budget(engine.arena, self._host_bytes, what, "name fewer blocks")
         self._asked_bytes = limit_bytes or 0
         self.limit_bytes = max(self._asked_bytes, least)
         self.residency = Residency(engine, self.blocks, least)
         self.order = Order()
         self.figures = WeightFigures(
-            blocks=len(self.blocks), streamed_bytes=sum(self._sizes), resident=choice.resident
+            blocks=len(self.blocks), streamed_bytes=self._host_bytes, resident=choice.resident
         )
+        self._count_int8()
         self._take_plan(first_plan(self._sizes, self.limit_bytes))
         self._measured = Measured(engine.device, engine.copier)
         self._hits = self._misses = 0
@@ -184,6 +186,7 @@ class WeightStream(Client):
         block.entered -= 1
         if block.entered or self.removed:
             return
+        found: list[Weight] = []
         for weight in [*block.weights]:
             with torch._C.DisableTorchFunctionSubclass():
                 storage = weight.parameter.untyped_storage()
@@ -192,8 +195,10 @@ class WeightStream(Client):
                 self._say_let_go(weight)
                 continue
             if weight.parameter._version != weight.version:
-                self.wrote(weight)
+                found.append(weight)
             watch(weight.parameter, weight)
+        for weight in found:
+            self.wrote(weight)
 
     def _used(self, block: BlockWeights, during: Pass) -> None:
         """The current lane is about to use the block; in a backward, whatever `during` says."""
@@ -219,18 +224,25 @@ class WeightStream(Client):
             self._fetch_ahead((block.index,))
 
     def _fetch_ahead(self, stay: Collection[int]) -> None:
-        """Fetch what comes next, as long as it fits beside what comes before it."""
-        seen = set(stay)
+        """Fetch what comes next, as long as it fits beside what comes before it, while that is expanded."""
+        seen, before, expanding = set(stay), 0, 0  # bytes
         for index in self.order.coming():
             if index in seen:
                 continue
             block = self.blocks[index]
             if not block.present:
+                expanding = max(expanding, block.expanded_bytes)
+                fits = before + block.link_bytes + expanding <= self.residency.window_bytes
+                if not (block.keep or fits or not before):
+                    return
                 if not self.residency.make_room(block, seen, self.order.coming()):
                     return
                 if not self.residency.load(block, Priority.SPECULATIVE):
                     return
             seen.add(index)
+            if not block.keep:
+                before += block.held_bytes
+                expanding = max(expanding, block.expanded_bytes if block.staged else 0)
             if len(seen) == len(self.blocks):
                 return
 
@@ -279,14 +291,25 @@ class WeightStream(Client):
                     self._released(block)
 
     def wrote(self, weight: Weight) -> None:
-        """As Holder."""
+        """As Holder. Raises OffloadError for an INT8 weight, which is as before then."""
+        if weight.int8:
+            with self._lock, _outside_transforms():
+                self.residency.restore(weight.block)
+                with torch._C.DisableTorchFunctionSubclass():
+                    weight.version = weight.parameter._version
+            raise written(weight)
         weight.dirty = True
         with torch._C.DisableTorchFunctionSubclass():
             weight.version = weight.parameter._version
             self._device.note_write(self._device.compute, weight.parameter)
 
     def set_data(self, weight: Weight, value: Tensor) -> None:
-        """As Holder."""
+        """As Holder. Raises OffloadError for an INT8 weight, unless it is only converted to another dtype."""
+        if weight.int8 and value.device == self._device.torch_device:
+            with self.hold((weight,)), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                same = torch.equal(weight.parameter.to(value.dtype), value)
+            if not (same and value.is_floating_point()):
+                raise written(weight)
         with self._lock:
             self._parameters.set_data(weight, value)
 
@@ -305,8 +328,34 @@ class WeightStream(Client):
         with self._lock:
             self._parameters.adopt(weight)
 
+    def dequantize(self, pattern: str) -> None:
+        """The INT8 weights of the blocks of such names are plain from here on. Raises ValueError where there
+        are none, and as `Parameters.dequantize`. Blocks the host."""
+        with self._lock:
+            found = [block for block in self.blocks if any(weight.int8 for weight in block.weights)]
+            blocks = [block for block in found if fnmatch.fnmatchcase(block.name, pattern)]
+            if not blocks:
+                names = ", ".join(block.name for block in found[:8]) or "none"
+                raise ValueError(
+                    f"dequantize({pattern!r}) names no block with INT8 weights; they are {names}"
+                )
+            more = sum(block.nbytes - block.link_bytes for block in blocks)
+            check_budget(self._engine.arena, more, f"{pattern}'s plain weights", "name fewer blocks")
+            for block in blocks:
+                self._parameters.dequantize(block)
+
+    @property
+    def _host_bytes(self) -> int:
+        return sum(size.arriving for size in self._sizes)
+
+    def _count_int8(self) -> None:
+        weights = [weight for block in self.blocks for weight in block.weights if weight.int8]
+        self.figures.int8_bytes = sum(weight.link_bytes for weight in weights)
+
     def _resized(self, block: BlockWeights) -> None:
-        self._sizes[block.index] = block.nbytes
+        self._sizes[block.index] = Size(block.nbytes, block.link_bytes)
+        self.figures.streamed_bytes = self._host_bytes
+        self._count_int8()
         self.limit_bytes = max(self._asked_bytes, least_window(self._sizes))
         self._take_plan(first_plan(self._sizes, self.limit_bytes))
 
@@ -371,7 +420,7 @@ class WeightStream(Client):
         self._say_replaced()
         self._say_larger()
         return ClientStats(
-            lent_bytes=sum(self._sizes),
+            lent_bytes=self._host_bytes,
             device_bytes=self.residency.present_bytes,
             stall_ms=stall_ms,
             stall_count=len(stalls),

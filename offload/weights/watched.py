@@ -28,7 +28,7 @@ from torch.optim.optimizer import _foreach_supported_types
 
 from offload.errors import OffloadError
 from offload.params.watched import READ_NO_BYTES, Watched, accessors, methods, untouched, watched_in
-from offload.weights.weight import Holder, Weight
+from offload.weights.weight import Holder, Weight, written
 
 __all__ = ["StreamedWeight", "make_plain", "orphan", "owner_of", "watch"]
 
@@ -50,6 +50,7 @@ _NO_BYTES = (
     | methods("_has_compatible_shallow_copy_type", torch)
 )
 """What reads and writes no element."""
+_TRAIN = accessors("requires_grad", "__set__") | methods("requires_grad_")
 _ADDRESS = methods(
     "data_ptr const_data_ptr untyped_storage storage _typed_storage __dlpack__ share_memory_ set_ resize_ "
     "resize_as_"
@@ -70,6 +71,9 @@ class StreamedWeight(Watched):
     @classmethod
     def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if func in _NO_BYTES:
+            trains = func in _TRAIN and {*args[1:], *kwargs.values()} != {False}
+            if trains and isinstance(args[0], cls) and is_parameter(args[0]) and owner_of(args[0]).int8:
+                raise written(owner_of(args[0]))
             return untouched(func, args, kwargs)
         found = list(watched_in((args, kwargs), StreamedWeight))
         owners = [owner_of(tensor) for tensor in found]
@@ -202,8 +206,9 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         versions = [_version(tensor) for tensor in found]
         result = untouched(func, args, kwargs)
         name = str(getattr(func, "__name__", ""))
-        silent = "fused" in name or kwargs.get("out") is not None
+        out = [*watched_in(kwargs.get("out"), StreamedWeight)]
         for tensor, weight, version in zip(found, owners, versions, strict=True):
+            silent = "fused" in name or any(tensor is each for each in out)
             if silent or _version(tensor) != version:
                 holder.wrote(weight)
         return _aliases_in(result, owners)

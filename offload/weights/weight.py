@@ -5,7 +5,8 @@ A block and its weights hold each other, until the model or the stream ends.
 One invariant: the parameter object, its autograd identity and its storage object stay the same from `apply`
 to `remove`. Only the storage's bytes come and go, so views and saved aliases follow them.
 
-    master    the weight's bytes in pinned host memory, in the order of the device's memory
+    master    the weight's bytes in pinned host memory, in the order of the device's memory; of an INT8 weight
+              its rows' scales and its values
     dirty     the device's bytes are newer than the master
     alias     a tensor over the same storage that a read from outside was given, watched as the weight is
 """
@@ -22,12 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from offload.device import Device, Event, Lane
+from offload.device.rows import expand_rows
 from offload.errors import OffloadError
 from offload.memory.arena import HostArena
 from offload.params.layout import lay_out
 from offload.params.sections import FlatSpec, HostSection
+from offload.params.watched import Watched, watched_in
 
-__all__ = ["BlockWeights", "Close", "Holder", "Weight", "has_own_storage", "is_alone"]
+__all__ = ["BlockWeights", "Close", "Holder", "Weight", "has_own_storage", "is_alone", "written"]
 
 _use_count = torch._C._storage_Use_Count
 _FLAT = "weights"
@@ -56,6 +59,15 @@ def has_own_storage(tensor: Tensor) -> bool:
 def is_alone(tensor: Tensor) -> bool:
     """Whether nobody else has the tensor's storage."""
     return bool(_use_count(tensor.untyped_storage()._cdata) == 2)  # the tensor, and the object that was asked
+
+
+def written(weight: Weight) -> OffloadError:
+    """What somebody gets who would change the bits of an INT8 weight."""
+    return OffloadError(
+        f"{weight.name} is held as INT8 and cannot be written or trained, because nothing is quantised again "
+        f"silently: call dequantize({weight.block.name!r}) on apply's handle first, which makes the weights "
+        "of its block plain"
+    )
 
 
 class Holder(Protocol):
@@ -97,7 +109,9 @@ class Weight:
     |---|---|---|
     | parameter, storage | the user's parameter, and its storage on the device | `rest` |
     | on_device | the storage's bytes, with or without them: 1-D, uint8 | `rest` |
-    | nbytes | of the parameter as it is now | `make_master` |
+    | nbytes | of the parameter as it is now, on the device | `make_master` |
+    | int8 | whether it waits, and crosses the link, as INT8 | `Parameters`, and who chooses |
+    | source | fills the master at `apply` where the values are not the parameter's | who has them |
     | module, attribute | where the module had it when it was found | the constructor |
     | master | pinned host bytes | `rest` |
     | dirty | the device's bytes are newer | whoever sees a write |
@@ -114,6 +128,8 @@ class Weight:
         self.attribute = attribute
         self.origin = parameter.device
         self.nbytes = parameter.numel() * parameter.element_size()
+        self.int8 = False
+        self.source: Callable[[Weight], None] | None = None
         self.dirty = False
         self.version = parameter._version
         self.generation = 0
@@ -127,20 +143,37 @@ class Weight:
         self._on_host: Tensor | None = None
         self._array: Callable[[], object] = _nobody  # whose memory the host's copy is
         self._host_version = 0
+        self._unexpanded: list[weakref.ref[ExpandedLater]] = []
 
     def make_master(self, arena: HostArena) -> Tensor:
         """Host bytes for the parameter as it is now. Blocks the host for the pinning. Raises
-        HostBudgetError."""
+        HostBudgetError, and keeps what it had then."""
         self.nbytes = self.parameter.numel() * self.parameter.element_size()
-        fits = self._section is not None and self.master.numel() == self.nbytes
+        fits = self._section is not None and self.master.numel() == self.link_bytes
         if not fits or self._reader_of_host_copy() is not None:
-            self.close()
-            numel = self.parameter.numel()
+            size = 1 if self.int8 else self.parameter.element_size()
+            numel = self.link_bytes // size
             (layout,) = lay_out([(0, numel)], bucket_numel=1 << 62, section_numel=1 << 62, whole=True)
-            self._section = HostSection(arena, layout, [FlatSpec(_FLAT, self.parameter.element_size(), True)])
-            self.master: Tensor = self._section.slot(_FLAT, 0, numel)
+            section = HostSection(arena, layout, [FlatSpec(_FLAT, size, True)])
+            self.close()
+            self._section = section
+            self.master: Tensor = section.slot(_FLAT, 0, numel)
         self._on_host = None
         return self.master
+
+    @property
+    def link_bytes(self) -> int:
+        """Of the master, and of each way across the link: a byte an element and 4 a row for INT8."""
+        numel = self.parameter.numel()
+        return numel + 4 * (numel // self.parameter.shape[-1]) if self.int8 else self.nbytes
+
+    def int8_views(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """flat: an INT8 weight's master, or a copy of it. Its values, as the parameter, int8; and its rows'
+        scales, (..., 1), float32, which come first."""
+        shape = self.parameter.shape
+        scales, values = flat.tensor_split((4 * (self.parameter.numel() // shape[-1]),))
+        values = values.view(torch.int8).as_strided(shape, self.parameter.stride())
+        return values, scales.view(torch.float32).view(*shape[:-1], 1)
 
     def _reader_of_host_copy(self) -> object | None:
         """What lives as long as somebody else has the host's copy; None where nobody has. Our own is gone."""
@@ -173,6 +206,9 @@ class Weight:
 
     def _leave_to_readers(self, section: HostSection, after: Event | None) -> bool:
         """Whether somebody reads the host's copy, such as a state dict: its memory goes back behind them."""
+        for each in self._unexpanded:
+            if (tensor := each()) is not None:
+                ExpandedLater.make_ready(tensor)
         array = self._reader_of_host_copy()
         if array is not None:
             weakref.finalize(array, section.close_later, after).atexit = False
@@ -194,9 +230,25 @@ class Weight:
         return bool(_use_count(self.storage._cdata) > known) or not self.storage.resizable()
 
     # -- the host's copy -------------------------------------------------------------------------------------
+    def expand_later(self) -> Tensor:
+        """An INT8 weight's values like the parameter, on the CPU, in memory that is written when somebody
+        first touches it. They stay as they are, whatever becomes of the weight."""
+        with torch.inference_mode(False), torch.no_grad():
+            tensor = torch.empty_strided(
+                self.parameter.shape, self.parameter.stride(), dtype=self.parameter.dtype
+            )
+        vars(tensor)["_offload_weight"] = self
+        tensor.__class__ = ExpandedLater
+        self._unexpanded = [known for known in self._unexpanded if known() is not None]
+        self._unexpanded.append(weakref.ref(tensor))  # type: ignore[arg-type]
+        return tensor
+
     def on_host(self) -> Tensor:
         """The master as a tensor like the parameter, on the CPU, whose storage has exactly its bytes. What
-        this gives shares one version, which tells of writes."""
+        this gives shares one version, which tells of writes. Of an INT8 weight: expanded, a copy."""
+        if self.int8:
+            ExpandedLater.make_ready(tensor := self.expand_later())
+            return tensor
         with torch.inference_mode(False), torch.no_grad():
             # share_memory_() has moved what was given before to memory of its own
             if self._on_host is None or self._on_host.data_ptr() != self.master.data_ptr():
@@ -226,6 +278,24 @@ class Weight:
         return self._on_host is not None
 
 
+class ExpandedLater(Watched):
+    """An INT8 weight in a state dict, whose memory nobody has written yet."""
+
+    @classmethod
+    def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        cls.make_ready((args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def make_ready(cls, found: Any) -> None:
+        for tensor in watched_in(found, ExpandedLater):
+            weight: Weight = vars(tensor).pop("_offload_weight")
+            plain: Any = Tensor
+            tensor.__class__ = plain
+            values, scales = weight.int8_views(weight.master)
+            expand_rows(values, scales, tensor)
+
+
 @dataclass(eq=False)
 class BlockWeights:
     """The streamed weights of one block, which come and go together.
@@ -233,7 +303,10 @@ class BlockWeights:
     | name | |
     |---|---|
     | index, name | of the block, in the order of the model |
-    | nbytes | of its weights, as `count` found them |
+    | nbytes | of its weights on the device, as `count` found them |
+    | link_bytes | that cross the link, which are on the device while `staged` has some |
+    | expanded_bytes | of nbytes, those of INT8 weights |
+    | staged | its INT8 weights, and their bytes on the device, until they are expanded |
     | present | its storages have bytes |
     | entered | forwards of it under way, and calls that use its weights |
     | keep | the plan has it stay |
@@ -258,6 +331,9 @@ class BlockWeights:
     readers: dict[int, Lane] = field(default_factory=dict)
 
     nbytes: int = 0
+    link_bytes: int = 0
+    expanded_bytes: int = 0
+    staged: list[tuple[Weight, Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for weight in self.weights:
@@ -267,6 +343,13 @@ class BlockWeights:
     def count(self) -> None:
         """Its weights have other dtypes than before."""
         self.nbytes = sum(weight.nbytes for weight in self.weights)
+        self.link_bytes = sum(weight.link_bytes for weight in self.weights)
+        self.expanded_bytes = sum(weight.nbytes for weight in self.weights if weight.int8)
+
+    @property
+    def held_bytes(self) -> int:
+        """That it has on the device."""
+        return 0 if not self.present else self.link_bytes if self.staged else self.nbytes
 
     @property
     def may_leave(self) -> bool:

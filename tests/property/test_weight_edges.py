@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import offload
 from offload import process
+from offload.device.rows import quantize_rows
 from offload.device.sim import ExecutorName, SimDevice
 from offload.engine import OffloadEngine
 from offload.errors import HazardError
@@ -120,6 +121,57 @@ def fetched_by_another_lane(device: SimDevice) -> None:
         handle.remove()
 
 
+def frozen_net() -> nn.Sequential:
+    model = net()
+    for block in model:
+        block.up.weight.requires_grad_(False)
+        block.down.weight.requires_grad_(False)
+    return model
+
+
+def expanded(model: nn.Sequential) -> nn.Sequential:
+    """A copy with the elements that INT8 weights are expanded to."""
+    model = copy.deepcopy(model)
+    for block in model:
+        for weight in (block.up.weight, block.down.weight):
+            values, scales = torch.empty_like(weight, dtype=torch.int8), torch.empty(len(weight), 1)
+            quantize_rows(weight.data, values, scales)
+            weight.data = values.float() * scales
+    return model
+
+
+def int8_trained(device: SimDevice) -> None:
+    model = frozen_net()
+    plain = expanded(model)
+    with managed(device):
+        handle = offload.apply(model, weights="host", quantize="int8")
+        train(model)
+        handle.remove()
+    train(plain)
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+
+def int8_on_two_lanes(device: SimDevice) -> None:
+    """Blocks that one lane has fetched, and expanded, are used by another."""
+    model = frozen_net()
+    expected = loss_of(expanded(model), 0)
+    with managed(device):
+        handle = offload.apply(model, weights="host", quantize="int8")
+        residency = streaming_of(handle).residency
+        side = device.new_compute_lane("side")
+        for _ in range(3):
+            assert torch.equal(loss_of(model, 0), expected)
+            for block in residency.blocks:
+                if block.staged:
+                    residency.expand(block)
+            with device.use_lane(side):
+                assert torch.equal(loss_of(model, 0), expected)
+                device.wait(device.new_compute_lane("else"), device.record(side), "test")
+            device.wait(device.compute, device.record(side), "test")  # for what is not streamed
+        handle.remove()
+
+
 @dataclass(frozen=True)
 class Edge:
     """One note. hazard: its kind, as the error says it without the edge; sides: the two lanes it names."""
@@ -133,15 +185,26 @@ class Edge:
 EDGES = {
     "weights room": Edge(trained, "allocator reuse", ("h2d", "compute")),
     "weights here": Edge(trained, "RAW", ("compute", "h2d")),
+    "weights int8": Edge(int8_trained, "RAW", ("compute", "h2d")),
     "weights out": Edge(trained, "RAW", ("d2h", "compute")),
     "weights home": Edge(fetched_by_another_lane, "RAW", ("h2d", "d2h")),
     "weights gone": Edge(trained, "allocator reuse", ("compute", "d2h")),
 }
 TITLES = tuple(EDGES)
+INT8 = {
+    "weights room": Edge(int8_trained, "allocator reuse", ("h2d", "compute")),
+    "weights here": Edge(int8_on_two_lanes, "RAW", ("side", "compute"), "random"),
+}
+"""What the same edges do for INT8: its bytes on the device are not reused before the expansion has read them,
+and what one lane has expanded is whole before another reads it."""
+
+CASES = [*EDGES.items(), *INT8.items()]
 
 
 @pytest.mark.parametrize("executor", get_args(ExecutorName))
-@pytest.mark.parametrize("run", [trained, on_two_lanes, fetched_by_another_lane])
+@pytest.mark.parametrize(
+    "run", [trained, on_two_lanes, fetched_by_another_lane, int8_trained, int8_on_two_lanes]
+)
 def test_with_all_its_edges_a_loop_has_no_hazard_and_the_bits_of_torchs(
     run: Callable[[SimDevice], None], executor: ExecutorName
 ) -> None:
@@ -149,18 +212,18 @@ def test_with_all_its_edges_a_loop_has_no_hazard_and_the_bits_of_torchs(
         device = SimDevice(executor=executor, seed=seed)
         run(device)
         used = {title for title in TITLES if device.waits[title]}
-        assert used == set(TITLES), "the scenario does not use these edges"
+        other = "weights here" if run is int8_trained else "weights int8"  # expands on the lane that uses
+        assert used == {*TITLES} - ({other} if run is not int8_on_two_lanes else set())
 
 
-@pytest.mark.parametrize("title", TITLES)
+@pytest.mark.parametrize(("title", "edge"), CASES)
 @pytest.mark.xfail(strict=True, raises=HazardError, reason="the edge is left out")
-def test_without_its_edge_the_same_loop_has_a_hazard(title: str) -> None:
-    EDGES[title].run(SimDevice(executor=EDGES[title].executor, without={title}))
+def test_without_its_edge_the_same_loop_has_a_hazard(title: str, edge: Edge) -> None:
+    edge.run(SimDevice(executor=edge.executor, without={title}))
 
 
-@pytest.mark.parametrize("title", TITLES)
-def test_the_hazard_names_both_sides_and_the_edge(title: str) -> None:
-    edge = EDGES[title]
+@pytest.mark.parametrize(("title", "edge"), CASES)
+def test_the_hazard_names_both_sides_and_the_edge(title: str, edge: Edge) -> None:
     with pytest.raises(HazardError) as caught:
         edge.run(SimDevice(executor=edge.executor, without={title}))
     message = str(caught.value)

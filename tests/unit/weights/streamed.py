@@ -116,6 +116,20 @@ class Pair:
             assert torch.equal(state[name], its), name
 
 
+def dequantized(weight: Tensor) -> Tensor:
+    """The elements that an INT8 weight is expanded to, by the formulas."""
+    scales = (weight.abs().amax(-1, keepdim=True).float() / 127).clamp(min=1e-8)
+    values = (weight.float() / scales).round().clamp(-127, 127).to(torch.int8)
+    return (values.float() * scales).to(weight.dtype)
+
+
+def expand_as(pair: Pair) -> None:
+    """The plain model has the weights that the INT8 ones are expanded to."""
+    for weight in (weight for block in pair.stream.blocks for weight in block.weights if weight.int8):
+        parameter = pair.plain.get_parameter(weight.name)
+        parameter.data = dequantized(parameter.data)
+
+
 @contextmanager
 def streamed(
     model: nn.Module | None = None,
@@ -137,6 +151,8 @@ def streamed(
         assert manager is not None
         handle = offload.apply(model, weights=weights, **options)
         pair = Pair(model, plain, handle)
+        if "quantize" in options:
+            expand_as(pair)
         yield pair
         handle.remove()
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
