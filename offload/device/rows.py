@@ -64,38 +64,25 @@ def expand_rows(values: Tensor, scales: Tensor, out: Tensor) -> None:
     """
     with _unseen():
         dense = all(each.is_contiguous() for each in (values, scales, out))
-        if not (out.is_cuda and dense and (kernel := _kernel()) is not None and kernel(values, scales, out)):
+        if out.is_cuda and dense and (kernel := _kernel()) is not None:
+            kernel(values, scales, out)
+        else:
             torch.mul(values, scales, out=out)
 
 
 @cache
-def _kernel() -> Callable[[Tensor, Tensor, Tensor], bool] | None:
-    """The compiled expansion; None where there is no triton."""
+def _kernel() -> Callable[[Tensor, Tensor, Tensor], None] | None:
+    """The compiled expansion; None where it cannot be compiled, which is said."""
     try:
         from offload.device._rows_kernel import expand
-    except ImportError as error:
-        _say_slow(error)
+
+        values = torch.zeros(1, 16, dtype=torch.int8, device="cuda")
+        expand(values, torch.ones(1, 1, device="cuda"), torch.empty_like(values, dtype=torch.bfloat16))
+    except Exception as error:  # no triton, or no compiler for what launches its kernels
+        logger.warning(
+            "INT8 weights are expanded by torch's own multiplication, to the same bits but several times "
+            "slower, because triton compiles no kernel here (%s); install triton and a C compiler",
+            (str(error) or type(error).__name__).splitlines()[0],
+        )
         return None
-
-    def run(values: Tensor, scales: Tensor, out: Tensor) -> bool:
-        if failed:
-            return False
-        try:
-            expand(values, scales, out)
-        except Exception as error:  # such as no compiler for its launcher
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            failed.append(error)
-            _say_slow(error)
-        return not failed
-
-    failed: list[Exception] = []
-    return run
-
-
-def _say_slow(error: Exception) -> None:
-    logger.warning(
-        "INT8 weights are expanded by torch's own multiplication, to the same bits but several times slower, "
-        "because triton compiles no kernel here (%s); install triton and a C compiler",
-        str(error).splitlines()[0] if str(error) else type(error).__name__,
-    )
+    return expand

@@ -163,23 +163,6 @@ class Residency:
         block.staged = []
         block.readers[id(lane)] = lane
 
-    def restore(self, block: BlockWeights) -> None:
-        """Undo what the current lane has written to its INT8 weights. Order: [Order: weights room], [Order:
-        weights gone]."""
-        device, home, owner = self.device, block.home, Owner(CLIENT, block.name)
-        assert home is not None  # it is present
-        for lane in block.readers.values():
-            if lane is not home:
-                device.wait(home, device.record(lane), "weights gone")
-        with nullcontext() if home is device.compute else device.use_lane(home):
-            block.staged = [(each, device.empty(each.link_bytes)) for each in block.weights if each.int8]
-        self._count(sum(flat.numel() for _, flat in block.staged))
-        device.wait(device.h2d, device.record(home), "weights room")
-        pairs = [(flat, weight.master) for weight, flat in block.staged]
-        block.arrived = self._engine.copier.of(owner).fetch(pairs)
-        block.readers.clear()
-        self.expand(block)
-
     def _wait(self, lane: Lane, arrived: Event, order: str) -> None:
         """The lane waits for a block, which is a stall where it is not there yet."""
         device = self.device

@@ -104,9 +104,11 @@ class WeightStream(Client):
         self.residency = Residency(engine, self.blocks, least)
         self.order = Order()
         self.figures = WeightFigures(
-            blocks=len(self.blocks), streamed_bytes=self._host_bytes, resident=choice.resident
+            blocks=len(self.blocks),
+            streamed_bytes=self._host_bytes,
+            int8_bytes=self._int8_bytes,
+            resident=choice.resident,
         )
-        self._count_int8()
         self._take_plan(first_plan(self._sizes, self.limit_bytes))
         self._measured = Measured(engine.device, engine.copier)
         self._hits = self._misses = 0
@@ -293,10 +295,9 @@ class WeightStream(Client):
     def wrote(self, weight: Weight) -> None:
         """As Holder. Raises OffloadError for an INT8 weight, which is as before then."""
         if weight.int8:
-            with self._lock, _outside_transforms():
-                self.residency.restore(weight.block)
-                with torch._C.DisableTorchFunctionSubclass():
-                    weight.version = weight.parameter._version
+            with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                weight.parameter.data.copy_(weight.on_host())
+                weight.version = weight.parameter._version
             raise written(weight)
         weight.dirty = True
         with torch._C.DisableTorchFunctionSubclass():
@@ -348,14 +349,13 @@ class WeightStream(Client):
     def _host_bytes(self) -> int:
         return sum(size.arriving for size in self._sizes)
 
-    def _count_int8(self) -> None:
-        weights = [weight for block in self.blocks for weight in block.weights if weight.int8]
-        self.figures.int8_bytes = sum(weight.link_bytes for weight in weights)
+    @property
+    def _int8_bytes(self) -> int:
+        return sum(each.link_bytes for block in self.blocks for each in block.weights if each.int8)
 
     def _resized(self, block: BlockWeights) -> None:
         self._sizes[block.index] = Size(block.nbytes, block.link_bytes)
-        self.figures.streamed_bytes = self._host_bytes
-        self._count_int8()
+        self.figures.streamed_bytes, self.figures.int8_bytes = self._host_bytes, self._int8_bytes
         self.limit_bytes = max(self._asked_bytes, least_window(self._sizes))
         self._take_plan(first_plan(self._sizes, self.limit_bytes))
 

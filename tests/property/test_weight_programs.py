@@ -7,6 +7,7 @@ import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.inside import exactly, streaming_of, streams_from
 from tests.property.apply_programs import Program, Run, programs
 from tests.property.test_apply_programs import bits, change_plan
 from tests.unit.groups.stack import build_manager, installed
+from tests.unit.weights.streamed import dequantized
 
 CHECKS = list(HealthCheck)
 
@@ -31,10 +33,18 @@ def small_weights_stream() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def compare(program: Program, weights: str) -> None:
-    plain = Run(program)
+def compare(program: Program, weights: str, **options: Any) -> None:
+    """options: of apply. With `quantize` a weight of each block, at least, is frozen, and plain torch has
+    what frozen ones are expanded to."""
+    plain, ours = Run(program), Run(program)
+    if "quantize" in options:
+        for mine, its in zip(ours.model.layers, plain.model.layers, strict=True):
+            mine.up.weight.requires_grad_(False)
+            its.up.weight.requires_grad_(False)
+            for weight in (its.up.weight, its.down.weight):
+                if not weight.requires_grad:
+                    weight.data = dequantized(weight)
     plain.play()
-    ours = Run(program)
     built = build_manager(program.executor, seed=program.seed, device_limit_bytes=program.limit)
     with installed(built) as manager:
         assert manager is not None
@@ -42,10 +52,10 @@ def compare(program: Program, weights: str) -> None:
             {"device_total": exactly(program.limit or 1)} if program.mode == "auto" and program.limit else {}
         )
         if program.mode is False:
-            handle = offload.apply(ours.model, weights=weights)
+            handle = offload.apply(ours.model, weights=weights, **options)
         else:
             handle = offload.apply(
-                ours.model, program.mode, min_numel=program.min_numel, weights=weights, **total
+                ours.model, program.mode, min_numel=program.min_numel, weights=weights, **total, **options
             )
         ours.before_step = partial(change_plan, handle, program.seed)
         ours.play()
@@ -74,3 +84,12 @@ def compare(program: Program, weights: str) -> None:
 @given(programs(), st.sampled_from(["host", "host", "3.1kB", "4.7kB"]), st.booleans())
 def test_random_programs_have_the_bits_of_plain_torch(program: Program, weights: str, alone: bool) -> None:
     compare(replace(program, mode=False) if alone else program, weights)
+
+
+@pytest.mark.req("Q-3")
+@settings(max_examples=40, suppress_health_check=CHECKS)
+@given(programs(), st.sampled_from(["host", "host", "3.1kB", "4.7kB"]), st.booleans())
+def test_random_programs_have_the_bits_of_the_expanded_weights(
+    program: Program, weights: str, alone: bool
+) -> None:
+    compare(replace(program, mode=False) if alone else program, weights, quantize="int8")
