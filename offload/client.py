@@ -5,11 +5,22 @@ One invariant: the engine knows a feature by this class only.
 
 from __future__ import annotations
 
+from enum import Enum
 from weakref import WeakKeyDictionary
 
 from offload.telemetry.records import ClientStats, StepStats
 
-__all__ = ["Client", "Clients"]
+__all__ = ["Client", "Clients", "Phase"]
+
+
+class Phase(Enum):
+    """Part of a step. What knows that one begins calls `engine.on_phase`, where somebody listens."""
+
+    STEP_BEGIN = "step_begin"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    STEP_END = "step_end"
 
 
 class Client:

@@ -6,8 +6,11 @@ where a name says elements. They may be given as text ("8GB"), and are held as w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from offload.described import described
 from offload.sizes import is_count, optional_bytes, parse_bytes
@@ -22,6 +25,7 @@ __all__ = [
     "check_min_elements",
     "check_mode",
     "checked_config",
+    "load_fields",
 ]
 
 MIB = 1 << 20
@@ -247,3 +251,38 @@ def checked_config(config: object) -> OffloadConfig:
             f"config is a {type(config).__name__}, must be an OffloadConfig, or None for the default one"
         )
     return config
+
+
+def load_fields(
+    cls: type[Any], source: str | Path | Mapping[str, Any], way: tuple[str, ...], of: str
+) -> Mapping[str, Any]:
+    """Fields of the dataclass `cls` in a JSON file of the source systems, or in what such a file holds.
+
+    way: names of the objects around them, the outermost first. of: what they belong to, for messages. Raises
+    ValueError for another strategy, or a field that is not known.
+    """
+    where = "the config" if isinstance(source, Mapping) else f"{source}"
+    try:
+        found: Any = source if isinstance(source, Mapping) else json.loads(Path(source).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is no JSON: {error}") from None
+    for depth, name in enumerate(way):
+        if not isinstance(found, Mapping) or name not in found:
+            raise ValueError(
+                f"{where} has no {'.'.join(way[: depth + 1])}; the fields of {of} are expected in "
+                f"{'.'.join(way)}"
+            )
+        found = found[name]
+        if not isinstance(found, Mapping):
+            raise ValueError(
+                f"{where} has {'.'.join(way[: depth + 1])} {found!r}, must be an object of named fields"
+            )
+        if name == "memory" and (strategy := found.get("strategy", "stagehand")) != "stagehand":
+            raise ValueError(f"{where} has memory.strategy {strategy!r}, must be 'stagehand'")
+    known = {one.name for one in fields(cls)}
+    if unknown := sorted(map(str, found.keys() - known)):
+        raise ValueError(
+            f"{where} has fields that are not known: {', '.join(unknown)}; known are "
+            f"{', '.join(sorted(known))}"
+        )
+    return dict(found)

@@ -22,7 +22,7 @@ from dataclasses import asdict
 
 import torch
 
-from offload.client import Client, Clients
+from offload.client import Client, Clients, Phase
 from offload.config import OffloadConfig, checked_config
 from offload.device import Device, select_device
 from offload.disk.stored import DiskCounts, DiskSettings
@@ -96,6 +96,7 @@ class OffloadEngine:
         self.last_stats = StepStats(step=-1)
         self._shortage = HostShortage()
         self.rates: Rates | None = None  # of the link, once measured
+        self.on_phase: Callable[[Phase], None] | None = None  # an arbiter; without one nobody is called
         if self.config.host_reserve_bytes:
             self.reserve_host(self.config.host_reserve_bytes)
 

@@ -6,14 +6,13 @@ One invariant: a config that exists is valid. Names and defaults are the source 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from offload.config import check_index
+from offload.config import check_index, load_fields
 from offload.described import described
 from offload.spill.backend_cpu import checked_classes
 
@@ -140,29 +139,4 @@ class ActivationConfig:
         {"memory": {"strategy": "stagehand", "stagehand": {"activation_stagehand": {...}}}}. Lists count as
         tuples; fields that are left out have their defaults. Raises ValueError for another strategy, a field
         that is not known, or a value that cannot be."""
-        where = "the config" if isinstance(source, Mapping) else f"{source}"
-        try:
-            found: Any = source if isinstance(source, Mapping) else json.loads(Path(source).read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where} is no JSON: {error}") from None
-        for depth, name in enumerate(_WAY):
-            if not isinstance(found, Mapping) or name not in found:
-                raise ValueError(
-                    f"{where} has no {'.'.join(_WAY[: depth + 1])}; the fields of the watermark runtime are "
-                    f"expected in {'.'.join(_WAY)}"
-                )
-            found = found[name]
-            if not isinstance(found, Mapping):
-                raise ValueError(
-                    f"{where} has {'.'.join(_WAY[: depth + 1])} {found!r}, must be an object of named fields"
-                )
-            if name == "memory" and (strategy := found.get("strategy", "stagehand")) != "stagehand":
-                raise ValueError(f"{where} has memory.strategy {strategy!r}, must be 'stagehand'")
-        known = {one.name for one in fields(cls)}
-        unknown = sorted(map(str, found.keys() - known))
-        if unknown:
-            raise ValueError(
-                f"{where} has fields that are not known: {', '.join(unknown)}; known are "
-                f"{', '.join(sorted(known))}"
-            )
-        return cls(**found)
+        return cls(**load_fields(cls, source, _WAY, "the watermark runtime"))

@@ -5,12 +5,10 @@ One invariant: a line has exactly the fields of `ActivationStepMetrics`, which a
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from offload.described import described
+from offload.telemetry.lines import JsonLines
 
 __all__ = ["ActivationStepMetrics", "ActivationTelemetry", "SpillDetails"]
 
@@ -95,21 +93,8 @@ class ActivationTelemetry:
     ValueError for one that cannot be written."""
 
     def __init__(self, path: str | None) -> None:
-        self._path = None if path is None else Path(path).absolute()  # wherever the process goes
-        if self._path is not None and not _can_be_written(self._path):
-            raise ValueError(
-                f"telemetry_file is {path!r}, which cannot be written: give a file in a folder that is "
-                "there, or telemetry_enabled=False"
-            )
+        self._lines = JsonLines(path, off="telemetry_enabled=False")
 
     def write(self, metrics: ActivationStepMetrics) -> None:
         """Raises OSError where the file cannot be written."""
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(json.dumps(asdict(metrics)) + "\n")
-
-
-def _can_be_written(path: Path) -> bool:
-    if path.exists():
-        return not path.is_dir() and os.access(path, os.W_OK)
-    return path.parent.is_dir() and os.access(path.parent, os.W_OK)
+        self._lines.write(asdict(metrics))

@@ -44,13 +44,15 @@ class Priority(IntEnum):
 
 
 class DenialReason(Enum):
+    CEILING_REACHED = "its owner has a ceiling, which is reached"
+    CONDUCTOR_DISABLED = "the conductor is switched off, or was shut down"
     D2H_CAP_ZERO = "max_spilling_bytes is 0"
     D2H_SLOTS_EXHAUSTED = "no slot is free from device to host"
     H2D_SLOTS_EXHAUSTED = "no slot is free from host to device"
-
-
-class Denied(NamedTuple):
-    reason: DenialReason
+    PHASE_RULE_SUPPRESSED_SPECULATIVE = "a rule of this phase suppresses prefetches"
+    PINNED_EXHAUSTED = "pinned host memory is promised to others"
+    VRAM_HARD_CAP = "device memory is at its hard cap"
+    VRAM_SOFT_CAP = "device memory is at its soft cap"
 
 
 class Lease(Protocol):
@@ -76,6 +78,13 @@ class _Uncounted:
 
 
 UNCOUNTED: Lease = _Uncounted()
+
+
+class Denied(NamedTuple):
+    """No permission. lease: of a REQUIRED copy, which goes ahead all the same."""
+
+    reason: DenialReason
+    lease: Lease = UNCOUNTED
 
 
 class CapsAdmission:

@@ -58,7 +58,7 @@ class Copier:
             counts = self._counts[owner.client]
             counts.denied += 1
             counts.denied_bytes += nbytes
-        return UNCOUNTED if priority >= Priority.REQUIRED else None
+        return answer.lease if priority >= Priority.REQUIRED else None
 
     def copy(
         self,

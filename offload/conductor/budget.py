@@ -1,0 +1,251 @@
+"""Promises of device memory and of pinned host memory.
+
+A reservation is bytes that are promised and not yet there: whoever has one allocates, then releases it, and
+from then on the device's meter counts the bytes. Pinned memory has no meter, so its reservations last as long
+as the memory. One invariant: nothing is allocated here, and what is granted never passes the cap of its kind.
+
+    HARD      all of it or a denial
+    SOFT      what is there: maybe less than was asked for
+    BURST     as SOFT, beyond the soft cap up to the hard one
+    FLOOR     all of it or a denial, up to the hard cap: what its owner may have whatever the others ask for.
+              Its owner's later reservations are taken out of it first
+    CEILING   no bytes: its owner's reservations stay below it
+
+A priority has a share of the cap of its kind: a prefetch is denied while a required request still fits.
+CRITICAL requests of every kind go up to the hard cap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from offload.client import Phase
+from offload.transfer.admission import DenialReason, Denied, Priority
+
+__all__ = ["SHARES_PERCENT", "BudgetManager", "Counts", "Pool", "Reservation", "ReservationKind"]
+
+SHARES_PERCENT = {
+    Priority.BACKGROUND: 80,
+    Priority.SPECULATIVE: 90,
+    Priority.REQUIRED: 100,
+    Priority.CRITICAL: 100,
+}
+"""Of the cap of its kind, by priority."""
+
+
+class Pool(Enum):
+    VRAM = "vram"
+    PINNED = "pinned"
+
+
+class ReservationKind(Enum):
+    HARD = "hard"
+    SOFT = "soft"
+    BURST = "burst"
+    FLOOR = "floor"
+    CEILING = "ceiling"
+
+
+_TO_HARD_CAP = (ReservationKind.BURST, ReservationKind.FLOOR)
+_NO_CAP = 1 << 62
+_PARTIAL = (ReservationKind.SOFT, ReservationKind.BURST)
+
+
+@dataclass(slots=True)
+class Counts:
+    """Requests, of bytes and of slots, by how they ended; since the start."""
+
+    grants: int = 0
+    denials: int = 0
+    partials: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A promise, until it is released.
+
+    nbytes: asked for. granted: promised; 0 of a CEILING. phase: at whose end it is released; None: by hand.
+    """
+
+    number: int
+    owner: str
+    pool: Pool
+    kind: ReservationKind
+    nbytes: int
+    granted: int
+    priority: Priority
+    phase: Phase | None = None
+
+
+class _Owned(NamedTuple):
+    """Bytes of one owner in one pool: floors, all else, and the least ceiling."""
+
+    floor: int
+    others: int
+    ceiling: int | None
+
+    @property
+    def claim(self) -> int:
+        """What nobody else may have."""
+        return max(self.floor, self.others)
+
+
+class BudgetManager:
+    """allocated: tells the bytes allocated on the device. soft_bytes, hard_bytes: caps of the device.
+    pinned_bytes: cap of the host; None for none."""
+
+    def __init__(
+        self,
+        allocated: Callable[[], int],
+        *,
+        soft_bytes: int,
+        hard_bytes: int,
+        pinned_bytes: int | None,
+        counts: Counts,
+    ) -> None:
+        self.allocated = allocated
+        self.soft_bytes, self.hard_bytes, self.pinned_bytes = soft_bytes, hard_bytes, pinned_bytes
+        self.counts = counts
+        self.guest_bytes = 0
+        self._held: dict[int, Reservation] = {}
+        self._numbers = 0
+
+    # -- figures ---------------------------------------------------------------------------------------------
+    @property
+    def headroom_bytes(self) -> int:
+        """Of the device, below the hard cap; negative above it."""
+        return self.hard_bytes - self.allocated()
+
+    def granted_bytes(self, pool: Pool) -> int:
+        """What is promised there; of a floor and what was taken out of it, the larger."""
+        owners = {one.owner for one in self._held.values() if one.pool is pool}
+        return sum(self._owned(pool, owner).claim for owner in owners)
+
+    def held(self) -> list[Reservation]:
+        """Those that are not released, oldest first."""
+        return list(self._held.values())
+
+    # -- requests --------------------------------------------------------------------------------------------
+    def request(
+        self,
+        owner: str,
+        nbytes: int,
+        *,
+        kind: ReservationKind = ReservationKind.HARD,
+        pool: Pool = Pool.VRAM,
+        priority: Priority = Priority.REQUIRED,
+        phase: Phase | None = None,
+    ) -> Reservation | Denied:
+        """Promise bytes, or say why not. Raises ValueError for a negative number. Blocks the host: never."""
+        if nbytes < 0:
+            raise ValueError(f"{owner} asks for {nbytes:,} bytes, must be 0 or more")
+        granted, partial = nbytes, False
+        if kind is ReservationKind.CEILING:
+            granted = 0
+        else:
+            room, reason = self._room(pool, owner, kind, priority)
+            if nbytes > room:
+                partial = kind in _PARTIAL and room > 0
+                if not partial:
+                    self.counts.denials += 1
+                    return Denied(reason)
+                granted = room
+        self.counts.partials += partial
+        self.counts.grants += not partial
+        return self._hold(owner, pool, kind, nbytes, granted, priority, phase)
+
+    def report_pinned(self, owner: str, nbytes: int) -> None:
+        """What `owner` has pinned, in place of what it reported before: a fact, which no cap refuses."""
+        for one in self.held():
+            if one.owner == owner and one.pool is Pool.PINNED and one.kind is ReservationKind.HARD:
+                del self._held[one.number]
+        if nbytes:
+            hard = ReservationKind.HARD
+            self._hold(owner, Pool.PINNED, hard, nbytes, nbytes, Priority.REQUIRED, None)
+
+    def refuses_prefetch(self, nbytes: int) -> DenialReason | None:
+        """Why so many bytes should not be fetched ahead now; None where they fit."""
+        used = self._used(Pool.VRAM)
+        if nbytes > self.hard_bytes - used:
+            return DenialReason.VRAM_HARD_CAP
+        return DenialReason.VRAM_SOFT_CAP if nbytes > self.soft_bytes - used else None
+
+    def release(self, reservation: Reservation | int) -> bool:
+        """Take the promise back. One that is released, or is not known, is passed over: False."""
+        number = reservation.number if isinstance(reservation, Reservation) else reservation
+        return self._held.pop(number, None) is not None
+
+    def phase_ended(self, phase: Phase) -> None:
+        """Release what was promised for this phase."""
+        for one in self.held():
+            if one.phase is phase:
+                self.release(one)
+
+    # -- guests ----------------------------------------------------------------------------------------------
+    def can_guest_allocate(self, nbytes: int, safety_margin_mb: float = 500) -> bool:
+        """Whether somebody who makes no reservations may allocate so much on the device now, and `margin`
+        MiB stay free below the hard cap."""
+        return nbytes <= self.hard_bytes - self._used(Pool.VRAM) - round(safety_margin_mb * (1 << 20))
+
+    def reserve_guest_bytes(self, nbytes: int) -> None:
+        """Guests will allocate so many bytes more."""
+        self.guest_bytes += nbytes
+
+    def release_reserved_bytes(self, nbytes: int) -> None:
+        """So many of the guests' bytes are allocated, or not wanted any more. Never below 0."""
+        self.guest_bytes = max(0, self.guest_bytes - nbytes)
+
+    # -- room ------------------------------------------------------------------------------------------------
+    def _room(
+        self, pool: Pool, owner: str, kind: ReservationKind, priority: Priority
+    ) -> tuple[int, DenialReason]:
+        """Bytes that the owner may have more, and why no more than that."""
+        if pool is Pool.PINNED:
+            cap, reason = self.pinned_bytes, DenialReason.PINNED_EXHAUSTED
+        elif kind in _TO_HARD_CAP or priority is Priority.CRITICAL:
+            cap, reason = self.hard_bytes, DenialReason.VRAM_HARD_CAP
+        else:
+            cap, reason = self.soft_bytes, DenialReason.VRAM_SOFT_CAP
+        own, is_floor = self._owned(pool, owner), kind is ReservationKind.FLOOR
+        same, other = (own.floor, own.others) if is_floor else (own.others, own.floor)
+        room = _NO_CAP
+        if cap is not None:
+            # a floor is its owner's, whatever has come since
+            most = cap * SHARES_PERCENT[priority] // 100 - self._used(pool, but=owner)
+            room = max(most, other) - same
+        if own.ceiling is not None and own.ceiling - same < room:
+            return own.ceiling - same, DenialReason.CEILING_REACHED
+        return room, reason
+
+    def _owned(self, pool: Pool, owner: str) -> _Owned:
+        held = [one for one in self._held.values() if one.pool is pool and one.owner == owner]
+        floors = sum(one.granted for one in held if one.kind is ReservationKind.FLOOR)
+        return _Owned(
+            floors,
+            sum(one.granted for one in held) - floors,
+            min((one.nbytes for one in held if one.kind is ReservationKind.CEILING), default=None),
+        )
+
+    def _used(self, pool: Pool, *, but: str | None = None) -> int:
+        """What is there and what is promised, to all owners but one."""
+        owners = {one.owner for one in self._held.values() if one.pool is pool} - {but}
+        promised = sum(self._owned(pool, owner).claim for owner in owners)
+        return promised if pool is Pool.PINNED else promised + self.allocated() + self.guest_bytes
+
+    def _hold(
+        self,
+        owner: str,
+        pool: Pool,
+        kind: ReservationKind,
+        nbytes: int,
+        granted: int,
+        priority: Priority,
+        phase: Phase | None,
+    ) -> Reservation:
+        self._numbers += 1
+        held = Reservation(self._numbers, owner, pool, kind, nbytes, granted, priority, phase)
+        self._held[held.number] = held
+        return held

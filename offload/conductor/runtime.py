@@ -1,0 +1,306 @@
+"""ConductorRuntime: the source system's conductor, for runtimes that it knows by adapters.
+
+    conductor = ConductorRuntime(vram_hard_cap_mb=23500)
+    conductor.register(StagehandConductorAdapter(weights_runtime))
+
+    conductor.begin_step(step)
+    conductor.enter_forward();   loss = model(batch)
+    conductor.enter_backward();  loss.backward()
+    conductor.enter_optimizer(); optimizer.step()
+    conductor.end_step()
+
+It tracks and constrains: it allocates no memory, copies nothing, and decides no order. Runtimes ask; what is
+denied and required goes ahead all the same. One invariant: every request has one answer at once.
+
+    phases.py   which phase it is       slots.py      tokens for copies     adapters.py   runtimes
+    budget.py   promises of memory      rules.py      limits of a phase     telemetry.py  a line a step
+    arbiter.py  the engine's own clients
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from offload.client import Phase
+from offload.conductor.adapters import ConductorAdapter
+from offload.conductor.budget import BudgetManager, Counts, Pool, Reservation, ReservationKind
+from offload.conductor.config import ConductorConfig
+from offload.conductor.phases import PhaseCoordinator
+from offload.conductor.rules import (
+    HeuristicPolicyBridgeV0,
+    PolicyBridge,
+    RuntimeLimitHints,
+    TurnsPolicyBridge,
+)
+from offload.conductor.slots import TransferManager, TransferToken
+from offload.conductor.telemetry import TelemetryHub
+from offload.transfer.admission import DenialReason, Denied, Direction, Priority
+
+__all__ = ["ConductorRuntime"]
+
+_TIMED = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+
+
+class ConductorRuntime:
+    """See the module. Any thread may ask; phases are announced by the thread that trains.
+
+    config: None for the defaults, with `fields` in their place. allocated: tells the allocated bytes of the
+        device; None asks torch, which has none without a GPU. rules: a bridge of your own; None for the
+        config's.
+    Disabled, it has no parts, its calls do nothing, and requests for slots are answered with None.
+
+    coordinator, budget, transfers, bridge, telemetry: its parts. adapters: registered ones, in that order.
+    hints: what holds now.
+    """
+
+    coordinator: PhaseCoordinator
+    budget: BudgetManager
+    transfers: TransferManager
+    bridge: PolicyBridge
+    telemetry: TelemetryHub
+    adapters: list[ConductorAdapter]
+    hints: RuntimeLimitHints
+
+    def __init__(
+        self,
+        config: ConductorConfig | None = None,
+        *,
+        allocated: Callable[[], int] | None = None,
+        rules: PolicyBridge | None = None,
+        **fields: Any,
+    ) -> None:
+        if config is not None and fields:
+            raise ValueError(
+                f"{type(self).__name__} got a config and {', '.join(sorted(fields))} beside it; write the "
+                "fields into the config, or leave it out"
+            )
+        self.config = config = ConductorConfig(**fields) if config is None else config
+        self._enabled = config.enabled
+        if not self._enabled:
+            return
+        self._lock = threading.RLock()
+        self.step = -1
+        self.counts = Counts()
+        self.budget = BudgetManager(
+            _allocated_by_torch if allocated is None else allocated,
+            soft_bytes=config.soft_bytes,
+            hard_bytes=config.hard_bytes,
+            pinned_bytes=config.pinned_bytes,
+            counts=self.counts,
+        )
+        self.transfers = TransferManager(config.h2d_slots, config.d2h_slots, self.counts)
+        if rules is None:
+            kind = TurnsPolicyBridge if config.bridge == "turns" else HeuristicPolicyBridgeV0
+            rules = kind(h2d_slots=config.h2d_slots, d2h_slots=config.d2h_slots)
+        self.bridge = rules
+        self.telemetry = TelemetryHub(config)
+        self.adapters = []
+        self.hints = self.bridge.hints()
+        self.coordinator = PhaseCoordinator()
+        self._before: Phase | None = None
+        self.coordinator.listen(self._entered)
+
+    @property
+    def enabled(self) -> bool:
+        """False where the config says so, and after `shutdown`."""
+        return self._enabled
+
+    @property
+    def phase(self) -> Phase | None:
+        """None before the first step, and where it is disabled."""
+        return self.coordinator.phase if self._enabled else None
+
+    # -- adapters --------------------------------------------------------------------------------------------
+    def register(self, adapter: ConductorAdapter) -> None:
+        """Tell the adapter of phases and hints, after those registered before. Disabled, it does nothing.
+        Raises ValueError for one that is registered already."""
+        if self._enabled:
+            with self._lock:
+                adapter.attach(self)
+                self.adapters.append(adapter)
+                self.coordinator.listen(adapter.on_phase)
+                adapter.apply_hints(self.hints, self.phase)
+
+    def unregister(self, adapter: ConductorAdapter) -> None:
+        """Detach it: its runtime's attributes are as they were. Called again, it does nothing."""
+        if self._enabled and adapter in self.adapters:
+            with self._lock:
+                self.adapters.remove(adapter)
+                self.coordinator.unlisten(adapter.on_phase)
+                adapter.detach()
+
+    # -- a step ----------------------------------------------------------------------------------------------
+    def begin_step(self, step: int | None = None) -> None:
+        """A step begins. step: its number in the telemetry; None counts on. Raises PhaseOrderError, as all of
+        these do, where the order cannot be, and nothing has changed then."""
+        if self._enabled:
+            with self._lock:
+                number = self.step + 1 if step is None else step
+                before, self.step = self.step, number
+                try:
+                    self.coordinator.enter(Phase.STEP_BEGIN)
+                finally:
+                    if self.coordinator.phase is not Phase.STEP_BEGIN:
+                        self.step = before
+
+    def enter_forward(self) -> None:
+        """A forward begins; called again in one, it does nothing."""
+        self._enter(Phase.FORWARD)
+
+    def enter_backward(self) -> None:
+        """A backward is about to begin: call it before `backward()`, or rule 1 cannot act on it."""
+        self._enter(Phase.BACKWARD)
+
+    def enter_optimizer(self) -> None:
+        """The optimizer's step is about to begin."""
+        self._enter(Phase.OPTIMIZER)
+
+    def end_step(self) -> None:
+        """The step is over, in whichever phase. Raises OSError where its line cannot be written."""
+        self._enter(Phase.STEP_END)
+
+    def shutdown(self) -> None:
+        """End the step, and detach every adapter. From here on it is disabled. Called again, it does
+        nothing."""
+        if not self._enabled:
+            return
+        with self._lock, ExitStack() as undone:
+            undone.callback(setattr, self, "_enabled", False)
+            for adapter in self.adapters:
+                undone.callback(self.unregister, adapter)
+            if self.phase not in (None, Phase.STEP_END):
+                self.coordinator.enter(Phase.STEP_END)
+
+    def _enter(self, phase: Phase) -> None:
+        if self._enabled:
+            with self._lock:
+                self.coordinator.enter(phase)
+
+    def _entered(self, phase: Phase) -> None:
+        """First of the coordinator's listeners."""
+        before, self._before = self._before, phase
+        if before is not None:
+            self.budget.phase_ended(before)
+        if phase is Phase.STEP_BEGIN:
+            windows = [adapter.window for adapter in self.adapters]
+            self.bridge.begin_step(max((window for window in windows if window is not None), default=None))
+        allocated = self.budget.allocated()
+        self.bridge.enter(phase, allocated, self.budget.hard_bytes)
+        if self.telemetry.traces:
+            self.telemetry.event("phase", phase=phase.value, step=self.step, allocated_bytes=allocated)
+        self._push_hints()
+        if phase is Phase.STEP_END:
+            self._write_line(allocated)
+
+    def _push_hints(self) -> None:
+        self.hints = hints = self.bridge.hints()
+        self.transfers.suppressed = hints.suppress_speculative
+        self.transfers.allowed[Direction.H2D] = hints.max_inflight_h2d
+        self.transfers.allowed[Direction.D2H] = hints.max_inflight_d2h
+        for adapter in self.adapters:
+            adapter.apply_hints(hints, self.phase)
+
+    def _write_line(self, allocated: int) -> None:
+        seconds = self.coordinator.durations
+        self.telemetry.step_ended(
+            step=self.step,
+            allocated_bytes=allocated,
+            hard_bytes=self.budget.hard_bytes,
+            pinned_bytes=self.budget.granted_bytes(Pool.PINNED),
+            in_flight=(self.transfers.in_flight(Direction.H2D), self.transfers.in_flight(Direction.D2H)),
+            counts=(self.counts.grants, self.counts.denials, self.counts.partials),
+            seconds={phase.value: seconds.get(phase, 0.0) for phase in _TIMED},
+            snapshots=self.snapshots(),
+        )
+
+    def snapshots(self) -> dict[str, dict[str, int | None]]:
+        """What the runtimes' attributes are, by adapter; of those that have any."""
+        return {adapter.name: found for adapter in self.adapters if (found := adapter.snapshot())}
+
+    # -- memory ----------------------------------------------------------------------------------------------
+    def request(
+        self,
+        owner: str,
+        nbytes: int,
+        *,
+        kind: ReservationKind = ReservationKind.HARD,
+        pool: Pool = Pool.VRAM,
+        priority: Priority = Priority.REQUIRED,
+        for_phase: bool = False,
+    ) -> Reservation | Denied:
+        """A promise of memory, or why there is none (`budget.py`). for_phase: it is released at the end of
+        the phase under way. Blocks the host: never."""
+        if not self._enabled:
+            return Denied(DenialReason.CONDUCTOR_DISABLED)
+        with self._lock:
+            answer = self.budget.request(
+                owner,
+                nbytes,
+                kind=kind,
+                pool=pool,
+                priority=priority,
+                phase=self.phase if for_phase else None,
+            )
+            self._trace("reservation", owner, answer, kind=kind.value, pool=pool.value, nbytes=nbytes)
+            return answer
+
+    def release(self, reservation: Reservation) -> bool:
+        """Take the promise back. One that is released, or is not known, is passed over: False."""
+        if not self._enabled:
+            return False
+        with self._lock:
+            return self.budget.release(reservation)
+
+    def report_pinned(self, owner: str, nbytes: int) -> None:
+        """What `owner` has pinned now, in place of what it reported before."""
+        if self._enabled:
+            with self._lock:
+                self.budget.report_pinned(owner, nbytes)
+
+    # -- copies ----------------------------------------------------------------------------------------------
+    def acquire_transfer(
+        self, owner: str, direction: Direction, priority: Priority
+    ) -> TransferToken | Denied | None:
+        """A slot for one copy, or why there is none. None: it is disabled, and nobody arbitrates. Blocks the
+        host: never."""
+        if not self._enabled:
+            return None
+        with self._lock:
+            self._check()
+            answer = self.transfers.acquire(owner, direction, priority)
+            self._trace("slot", owner, answer, direction=direction.value, priority=priority.name)
+            return answer
+
+    def complete_transfer(self, token: TransferToken, nbytes: int, ms: float) -> None:
+        """The copy is over: what it moved, and how long it took."""
+        if self._enabled:
+            with self._lock:
+                self.transfers.complete(token, nbytes, ms)
+
+    def release_token(self, token: TransferToken) -> bool:
+        """Free the slot. One that was released is passed over: False."""
+        if not self._enabled:
+            return False
+        with self._lock:
+            return self.transfers.release(token)
+
+    def _check(self) -> None:
+        """Rule 3: a slot is requested."""
+        if self.bridge.check(all_full=self.transfers.all_full):
+            self._push_hints()
+
+    def _trace(self, what: str, owner: str, answer: object, **fields: Any) -> None:
+        if self.telemetry.traces:
+            outcome = answer.reason.name if isinstance(answer, Denied) else "granted"
+            if isinstance(answer, Reservation):
+                fields["granted"] = answer.granted
+            self.telemetry.event(what, owner=owner, outcome=outcome, **fields)
+
+
+def _allocated_by_torch() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
