@@ -47,6 +47,7 @@ setup(
     install_requires=[
         "torch>=2.11,<2.14",
         "numpy",
+        "safetensors",  # only what reads weights of files imports it
         "tabulate",
         "tqdm",
     ],

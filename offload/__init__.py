@@ -47,6 +47,8 @@ from offload.errors import PoolError as PoolError
 from offload.errors import RecomputeDiffersError as RecomputeDiffersError
 from offload.errors import RecordStateError as RecordStateError
 from offload.errors import StaleHandleError as StaleHandleError
+from offload.errors import WeightFileError as WeightFileError
+from offload.load import load_weights
 from offload.marks import backward_record as backward_record
 from offload.marks import (
     capturing,
@@ -101,6 +103,7 @@ __all__ = [
     "group_commit",
     "group_start",
     "init_chunk_handler",
+    "load_weights",
     "mark_not_offloadable",
     "offload_hooks",
     "plot",

@@ -25,11 +25,13 @@ from os import PathLike
 from types import MappingProxyType
 from typing import Any, Literal, ParamSpec, Protocol
 
+import torch
 from torch import nn
 
 from offload import marks
 from offload.checkpoint.net import Watch
 from offload.config import Mode, OffloadConfig, check_min_elements, check_mode
+from offload.device import device_name
 from offload.groups.manager import GroupsManager
 from offload.modules.auto import Auto
 from offload.modules.blocks import Blocks, Modules, find_blocks, match_groups, without_nested
@@ -145,14 +147,19 @@ class Applied:
             "every mode"
         )
 
-    def remove(self) -> None:
-        """Take every hook off: the model is as it was, with its weights where `apply` found them. A backward
-        that is still to come finds its tensors. Called again, it does nothing. Raises ValueError inside a
-        forward of the model, and torch.OutOfMemoryError where streamed weights do not fit; all goes on then.
-        Blocks the host for streamed weights; else never."""
+    def remove(self, device: torch.device | int | str | None = None) -> None:
+        """Take every hook off: the model is as it was, with its weights where `apply` found them, on the CPU
+        for a model that was on meta; or all of it on `device`, with weights=: "cpu", or where it trains. A
+        backward that is still to come finds its tensors. Called again, it does nothing. Raises ValueError
+        inside a forward of the model, and where the weights do not fit into what is free on the device, or
+        torch.OutOfMemoryError where that is in pieces; all goes on then. Blocks the host for streamed
+        weights; else never."""
         root = self._root
         if root is None:
             return
+        if device is not None and self._stream is None:
+            raise ValueError(f"remove(device={device!r}) of {self!r}, which moved no weights; use model.to()")
+        where = None if device is None else _device_of(device)
         root.calls.end_interrupted(sys._getframe())
         if root.calls.innermost_last:
             raise ValueError(
@@ -160,7 +167,9 @@ class Applied:
                 "the forward has returned"
             )
         if self._stream is not None:
-            self._stream.remove()
+            self._stream.remove(where)
+        if where is not None and (model := self._model()) is not None:
+            model.to(where)  # and what did not stream
         self._root = None
         self._undo.close()
         taken = self._taken
@@ -236,6 +245,7 @@ def apply(
     host_reserve: int | str | None = None,
     weights: int | str | None = None,
     quantize: str | PathLike[str] | None = None,
+    device: torch.device | int | str | None = None,
 ) -> Applied:
     """Offload what `model` saves for its backward, from its next forward on; with `weights`, also the weights
     of its blocks, or these alone.
@@ -284,11 +294,14 @@ def apply(
         computes, in the forward and in the backward; two blocks are on the device at once. Bytes or text such
         as "6GB": so much of them stays, or passes, on the device, with which the step is shortest. Resident
         are parameters outside of the blocks, of adapters, under 1 Mi elements, and tied ones. The model may
-        be on the CPU: what does not stream moves to the device. Weights are frozen, or an optimizer of
-        torch's steps them on the device. docs/weights.md has what goes with what.
+        be on the CPU: what does not stream moves to the device; or on meta, for `load_weights` to fill.
+        Weights are frozen, or an optimizer of torch's steps them on the device. docs/weights.md has what goes
+        with what.
     quantize: "int8", with `weights`: frozen weights of two dimensions, and experts' of three, wait and cross
         the link as INT8 values with a float32 scale a row, and are expanded on the device. What the model
         computes is what it computes on the expanded weights, bit for bit. What is trained streams as it is.
+    device: where a model with `weights` trains, such as "cuda:1". None: where the engine of this process is,
+        the current GPU by default. "cpu" is the simulated device.
 
     Raises ValueError for anything that cannot be: no blocks, a pattern that matches nothing, an argument that
     the mode has no use for, modules that are applied already, a mode beside another that it excludes, a
@@ -309,6 +322,8 @@ def apply(
         )
     if quantize not in (None, "int8"):
         raise ValueError(f'quantize is {quantize!r}, must be "int8"')
+    if device is not None and weights is None:
+        raise ValueError(f"device={device!r} without weights=: a model trains where it is; use model.to()")
     if mode is False:
         _declined.add(model)
         if weights is None:
@@ -347,10 +362,24 @@ def apply(
     total_bytes = argument_bytes(device_total, name="device_total", of_bytes=gpu_bytes())
     auto = _planner_here(before, total_bytes) if mode == "auto" else None
     limited = _config_for(config, mode, device_limit, host_limit, host_reserve)
-    if limited != config:
+    here = _device_of(device_name()) if before is None else before.engine.device.torch_device
+    where = here if device is None else _device_of(device)
+    named_blocks = {name: module for named in streamed.values() for name, module in named.items()}
+    choice = (
+        None
+        if weights is None
+        else chosen_weights(model, named_blocks, where, quantized=quantize is not None)
+    )
+    if where != here:
+        _check_unused(where)
+        _check_nothing_waits(before)
+        marks.configure(limited, device=str(where).replace("cpu", "sim"))
+    elif limited != config:
         _check_nothing_waits(before)
         marks.change_limits(limited)
-    stream = None if weights is None else _stream(model, streamed, limit_bytes, quantize)
+    stream = None
+    if choice is not None:
+        stream = WeightStream(marks.default_manager().engine, model, choice, limit_bytes)
 
     forget_compiled(model)
     everything = "all tensors" if mode in ALL_TENSORS else None
@@ -418,14 +447,25 @@ def apply(
     return handle
 
 
-def _stream(
-    model: nn.Module, blocks: Blocks, limit_bytes: int | None, quantize: str | PathLike[str] | None
-) -> WeightStream:
-    """The blocks' weights go to the host. Raises ValueError or HostBudgetError; nothing has moved then."""
-    engine = marks.default_manager().engine
-    named = {name: module for each in blocks.values() for name, module in each.items()}
-    choice = chosen_weights(model, named, engine, quantized=quantize is not None)
-    return WeightStream(engine, model, choice, limit_bytes)
+def _device_of(device: torch.device | int | str) -> torch.device:
+    """With its index; the CPU is the simulated device's. Raises ValueError."""
+    try:
+        found = torch.device("cpu" if device == "sim" else device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is no device: {error}") from error
+    gpus = torch.cuda.device_count()
+    if found.type not in ("cpu", "cuda") or (found.type == "cuda" and (found.index or 0) >= gpus):
+        raise ValueError(f"device={device!r}: weights stream to one of {gpus} GPUs here, or to the CPU")
+    return torch.device(device_name("cuda")) if found == torch.device("cuda") else found
+
+
+def _check_unused(where: torch.device) -> None:
+    """ValueError if a handle uses the engine, which is not of the device `where`."""
+    if handles := [*_applied.values(), *_watermarked.values()]:
+        raise ValueError(
+            f"device={str(where)!r} beside {handles[0]!r}, which is on another device: one engine copies for "
+            "all models of a process; call remove() on that handle first, or use a process for each device"
+        )
 
 
 def is_declined(model: nn.Module) -> bool:

@@ -16,6 +16,7 @@ __all__ = [
     "RecomputeDiffersError",
     "RecordStateError",
     "StaleHandleError",
+    "WeightFileError",
 ]
 
 
@@ -41,6 +42,10 @@ class HostBudgetError(OffloadError):
 
 class PoolError(OffloadError, ValueError):
     """A tensor was given to a pool that did not lend it, or was given back twice."""
+
+
+class WeightFileError(OffloadError, ValueError):
+    """A file of weights cannot be read, or does not fit the model; no weight has changed."""
 
 
 class GroupOrderError(OffloadError):

@@ -207,10 +207,14 @@ class Device(Protocol):
     def reset_allocator_peak(self) -> None:
         """From here on `allocator_bytes` tells the most of what comes, and so do torch's own peaks."""
 
-    def release_cached(self, worth: int) -> int:
+    def free_bytes(self) -> int | None:
+        """Bytes that can still be allocated, those that the allocator has cached included. None on the
+        simulated device, which has no limit."""
+
+    def release_cached(self, worth: int, *, of_peak: bool = True) -> int:
         """Return to the driver what the device allocator has cached and nothing uses, if it holds a
-        `worth`-th more than was ever in live blocks at once (since torch's peaks were reset last). Returns
-        the bytes; 0 on the simulated device, which caches none.
+        `worth`-th more than was ever in live blocks at once (since torch's peaks were reset last), or than is
+        now, without `of_peak`. Returns the bytes; 0 on the simulated device, which caches none.
 
         Blocks the host until the device is idle, if it is worth it. Ask `is_capturing` first: CUDA's raises
         CaptureError in a capture.

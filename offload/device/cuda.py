@@ -242,10 +242,17 @@ class CudaDevice:
     def reset_allocator_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
-    def release_cached(self, worth: int) -> int:
+    def free_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        share = torch.cuda.get_per_process_memory_fraction(self.torch_device)
+        reserved = torch.cuda.memory_reserved(self.torch_device)
+        return min(free + reserved, int(share * total)) - torch.cuda.memory_allocated(self.torch_device)
+
+    def release_cached(self, worth: int, *, of_peak: bool = True) -> int:
         self._refuse_in_capture("a release of cached memory")
         reserved, active_peak = self.allocator_bytes()
-        if (reserved - active_peak) * worth < reserved:
+        live = active_peak if of_peak else self.active_bytes()
+        if (reserved - live) * worth < reserved:
             return 0
         torch.cuda.empty_cache()
         return reserved - torch.cuda.memory_reserved(self.torch_device)

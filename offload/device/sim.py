@@ -221,7 +221,11 @@ class SimDevice(SimLanes):
     def reset_allocator_peak(self) -> None:
         """Nothing: there is no allocator."""
 
-    def release_cached(self, worth: int) -> int:
+    def free_bytes(self) -> int | None:
+        """None: there is no limit."""
+        return None
+
+    def release_cached(self, worth: int, *, of_peak: bool = True) -> int:
         """Nothing: what is let go of here is gone."""
         return 0
 

@@ -12,9 +12,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
-from offload.engine import OffloadEngine
 from offload.groups.manager import GroupsManager
 from offload.modules.hooks import CallsUnderWay
 from offload.modules.settings import gpu_bytes, is_adapter
@@ -75,13 +75,13 @@ def weights_limit(weights: int | str | None) -> int | None:
 
 
 def chosen_weights(
-    model: nn.Module, blocks: Mapping[str, nn.Module], engine: OffloadEngine, quantized: bool = False
+    model: nn.Module, blocks: Mapping[str, nn.Module], where: torch.device, quantized: bool = False
 ) -> Choice:
-    """Which weights of the blocks stream, and which of them as INT8. Raises ValueError where that cannot be;
-    nothing has changed."""
+    """Which weights of the blocks stream to `where`, and which of them as INT8. Raises ValueError where that
+    cannot be; nothing has changed."""
     for name, module in model.named_modules():
         refuse_recorded_graphs(module, name or type(model).__name__)
-    choice = choose(model, blocks, is_adapter, engine.device.torch_device)
+    choice = choose(model, blocks, is_adapter, where)
     streamed = {id(weight.parameter): weight for each in choice.blocks.values() for weight in each}
     for parameter in stepped_by_open_ones():
         if (weight := streamed.get(id(parameter))) is not None:

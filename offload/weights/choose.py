@@ -45,7 +45,7 @@ def choose(
     model: nn.Module, blocks: Mapping[str, nn.Module], is_adapter: Callable[[str], bool], where: torch.device
 ) -> Choice:
     """blocks: by name, none inside another. where: the device that computes. Raises ValueError for parameters
-    that FSDP manages, that have no values, or that are on another device; and where nothing streams."""
+    that FSDP manages, or that are on another device; and where nothing streams."""
     _refuse(model, where)
     for name, block in blocks.items():
         if isinstance(block, torch.jit.ScriptModule):
@@ -119,15 +119,10 @@ def _refuse(model: nn.Module, where: torch.device) -> None:
                 "FSDPGPUOptimizerWrapper; and offload activations with apply(mode=...)"
             )
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(
-                f"apply(weights=...) on {type(model).__name__}: {name} is on the meta device and has no "
-                "values; materialise the model on the CPU first"
-            )
-        if parameter.device.type != "cpu" and parameter.device != where:
+        if parameter.device.type not in ("cpu", "meta") and parameter.device != where:
             raise ValueError(
                 f"apply(weights=...) on {type(model).__name__}: {name} is on {parameter.device}, and the "
-                f"engine copies to {where}; move the model, or call configure(device=...) first"
+                f"engine copies to {where}; move the model, or give device={str(parameter.device)!r}"
             )
 
 

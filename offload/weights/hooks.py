@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from offload.errors import OffloadError
 from offload.weights.weight import BlockWeights, Close, Holder, Weight
 
-__all__ = ["BlockCalls", "HostState", "refuse_recorded_graphs"]
+__all__ = ["BlockCalls", "HostState", "refuse_recorded_graphs", "refuse_without_values"]
 
 
 class BlockCalls:
@@ -48,6 +49,19 @@ def refuse_recorded_graphs(module: nn.Module, name: str) -> None:
         )
 
 
+def refuse_without_values(model: nn.Module, args: Any) -> None:
+    """A hook before the forwards of a model that was on meta at `apply`, up to the first one with all values.
+    Raises OffloadError."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    if names := [name for name, tensor in tensors if tensor.is_meta]:
+        raise OffloadError(
+            f"{type(model).__name__} runs with {len(names)} parameters or buffers on the meta device, which "
+            f"has no values (the first: {names[0]}); call offload.load_weights(model, path) first"
+        )
+    for key in [key for key, hook in model._forward_pre_hooks.items() if hook is refuse_without_values]:
+        del model._forward_pre_hooks[key]
+
+
 class HostState:
     """The module's state_dict() has the host's copy of a weight; load_state_dict(assign=True) is followed."""
 
@@ -64,7 +78,8 @@ class HostState:
         if (found := self._here(module)) is not None:
             weight, stream = found
             key = prefix + weight.attribute
-            has_it = module._parameters.get(weight.attribute) is weight.parameter
+            mine = module._parameters.get(weight.attribute)
+            has_it = mine is weight.parameter and not weight.without_values
             if has_it and state.get(key, weight.parameter) is not weight.parameter:
                 state[key] = weight.expand_later() if weight.int8 else stream.host_copy(weight)
 

@@ -22,9 +22,12 @@ from offload.transfer.admission import Priority
 from offload.weights.residency import CLIENT, Residency
 from offload.weights.saves import pack
 from offload.weights.watched import make_plain, orphan, watch
-from offload.weights.weight import BlockWeights, Weight, has_own_storage, written
+from offload.weights.weight import BlockWeights, Weight, give_memory, has_own_storage, written
 
 __all__ = ["Parameters"]
+
+_WORTH_A_RELEASE = 20
+"""A release of cached device memory has to be of a twentieth of what is reserved."""
 
 _plainly = torch._C.DisableTorchFunctionSubclass
 
@@ -44,14 +47,19 @@ class Parameters:
         self._engine, self._device = engine, engine.device
         self._blocks, self._residency = blocks, residency
         self._use, self._resized = use, resized
-        self._moved_here: list[tuple[Tensor, Tensor]] = []  # not streamed: a tensor, and its data before
+        # not streamed: a tensor, and its data before; None of one that was on meta
+        self._moved_here: list[tuple[Tensor, Tensor | None]] = []
+        self._model: Callable[[], nn.Module | None] = _nobody
 
     # -- to the host, and back -------------------------------------------------------------------------------
     def take(self, model: nn.Module) -> None:
-        """Every weight goes to the host, and everything else to the device. Blocks the host for the pinning.
-        Raises HostBudgetError, and ValueError for INT8 of what is not finite; nothing has changed then."""
+        """Every weight goes to the host, and everything else to the device. What is on meta waits for `fill`.
+        Blocks the host for the pinning. Raises HostBudgetError, and ValueError for INT8 of what is not
+        finite; nothing has changed then."""
         weights = [weight for block in self._blocks for weight in block.weights]
+        weights = [weight for weight in weights if weight.source or not weight.without_values]
         taken: list[Weight] = []
+        self._model = weakref.ref(model)
         try:
             for weight in weights:  # what loses bits is read whole before anything goes
                 if weight.int8 or weight.source:
@@ -71,19 +79,49 @@ class Parameters:
             for each in weights[len(taken) :]:
                 each.close()
             for each in taken:
-                self._rest_at_origin(each)
+                self._rest_at(each.origin, each)
             raise
         where, streamed = self._device.torch_device, {id(weight.parameter) for weight in taken}
         for tensor in [*model.parameters(), *model.buffers()]:
-            if id(tensor) not in streamed and tensor.device != where:
+            if id(tensor) not in streamed and tensor.device != where and not tensor.is_meta:
                 self._moved_here.append((tensor, tensor.data))
                 tensor.data = tensor.data.to(where)
         # a save of autograd from before, which no hook has seen, would read freed bytes: now torch refuses it
         torch.autograd.graph.increment_version([weight.parameter for weight in taken])
         for weight in taken:
             weight.version = weight.parameter._version
-            end = weakref.finalize(weight.module(), _module_is_gone, self._engine, weight)
-            end.atexit = False
+            self._follow_module(weight)
+        if any(weight.origin == where for weight in taken) and not self._device.is_capturing():
+            # another process sees what is reserved: the weights' bytes go back to the driver, once
+            self._synchronize()
+            self._device.release_cached(_WORTH_A_RELEASE, of_peak=False)
+
+    def _follow_module(self, weight: Weight) -> None:
+        end = weakref.finalize(weight.module(), _module_is_gone, self._engine, weight)
+        end.atexit = False
+
+    def fill(self, weight: Weight, value: Tensor) -> None:
+        """The weight has these values from here on: on the CPU, of its shape and dtype. Blocks the host."""
+        if not weight.without_values:
+            with torch.no_grad():
+                self.host_copy(weight).copy_(value)  # seen, as any write to it
+            return
+        weight.make_master(self._engine.arena)
+        try:
+            if weight.int8:
+                self.write_int8(weight, value)
+            else:
+                weight.write_master(value)
+        except BaseException:
+            weight.close()
+            raise
+        self._follow_module(weight)
+        self._take_again(weight)
+
+    def fill_resident(self, tensor: Tensor, value: Tensor) -> None:
+        """A tensor of the model that was on meta, and does not stream, is on the device with these values."""
+        give_memory(tensor, value.to(self._device.torch_device, copy=True))
+        self._moved_here.append((tensor, None))
 
     def write_int8(self, weight: Weight, value: Tensor) -> None:
         """Quantise a value on the device, and send it to the weight's master. Raises ValueError where it is
@@ -111,7 +149,7 @@ class Parameters:
         """The bytes of the parameter as it is now go to its master, if that is not filled by itself; its
         storage is its own from here on, and freed. Order: [Order: weights out], [Order: weights gone]."""
         parameter, device = weight.parameter, self._device
-        filled = weight.int8 or weight.source is not None
+        filled = weight.int8 or weight.source is not None or parameter.is_meta
         with torch.inference_mode(False), torch.no_grad(), _plainly():
             master = weight.make_master(self._engine.arena)
             here = parameter.device == device.torch_device
@@ -122,7 +160,7 @@ class Parameters:
                 own = torch.empty_strided(
                     parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device.torch_device
                 )
-                parameter.data = own.copy_(parameter.data) if here else own
+                give_memory(parameter, own.copy_(parameter.data) if here else own)
                 del own
             weight.rest()
             weight.source = None
@@ -136,40 +174,65 @@ class Parameters:
         self._engine.hooks.streamed[weight.storage._cdata] = partial(pack, weight=weight, use=self._use)
         watch(parameter, weight)
 
-    def _rest_at_origin(self, weight: Weight) -> None:
-        """The parameter is torch's own again, where `apply` found it. Its master is whole, and goes."""
+    def _rest_at(self, where: torch.device, weight: Weight) -> None:
+        """The parameter is torch's own again. Its master is whole, and goes."""
         self._engine.hooks.streamed.pop(weight.storage._cdata, None)
         for tensor in (weight.parameter, *weight.aliases()):
             make_plain(tensor, for_good=True)
         with torch.no_grad():
-            if weight.origin != self._device.torch_device:
+            if where != self._device.torch_device:
                 weight.parameter.data = weight.on_host().clone(memory_format=torch.preserve_format)
             elif not weight.storage.nbytes():
                 self._device.refill(weight.storage, weight.nbytes)
                 weight.parameter.data.copy_(weight.on_host())
         weight.close()
 
-    def give_back(self) -> None:
-        """Every weight goes where `apply` found it. Raises torch.OutOfMemoryError where they do not fit; all
-        is as before then. Blocks the host."""
+    def give_back(self, where: torch.device | None) -> None:
+        """Every weight goes where `apply` found it, or to `where`. Raises ValueError where they do not fit,
+        or torch.OutOfMemoryError; all is as before then. Blocks the host."""
         here = self._device.torch_device
+        self._check_room(where)
         for block in self._blocks:
+            block.weights[:] = [weight for weight in block.weights if not weight.without_values]
             self.take_host_writes(block)
         self._residency.flush(self._blocks)
-        for block in self._blocks:
-            if not block.present and any(weight.origin == here for weight in block.weights):
+        blocks = [
+            (block, any((where or weight.origin) == here for weight in block.weights))
+            for block in self._blocks
+        ]
+        for block, stays in blocks:
+            if stays and not block.present:
                 self._residency.load(block, Priority.REQUIRED)
-            if block.staged and any(weight.origin == here for weight in block.weights):
+            if block.staged and stays:
                 self._residency.expand(block)
         self._synchronize()
-        for block in self._blocks:
-            if block.present and not any(weight.origin == here for weight in block.weights):
+        for block, stays in blocks:
+            if block.present and not stays:
                 self._residency.drop(block)
             for weight in block.weights:
-                self._rest_at_origin(weight)
+                self._rest_at(where or weight.origin, weight)
             block.weights.clear()
-        for tensor, before in self._moved_here:
-            tensor.data = before.copy_(tensor.data)
+        for tensor, before in [] if where == here else self._moved_here:
+            tensor.data = tensor.data.cpu() if before is None else before.copy_(tensor.data)
+
+    def _check_room(self, where: torch.device | None) -> None:
+        """Raises ValueError where what comes to the device has no room there, and for `where` without
+        values."""
+        here, free, model = self._device.torch_device, self._device.free_bytes(), self._model()
+        staged = [weight for block in self._blocks for weight, _ in block.staged]
+        away = [weight for block in self._blocks if not block.present for weight in block.weights]
+        weights = [weight for weight in staged + away if not weight.without_values]
+        needed = sum(weight.nbytes for weight in weights if (where or weight.origin) == here)
+        if where is not None and model is not None:  # what did not stream moves as well
+            others = [*model.parameters(), *model.buffers()]
+            if any(other.is_meta for other in others):
+                raise ValueError(f"remove(device={str(where)!r}) on meta: offload.load_weights() first")
+            needed += sum(other.nbytes for other in others if other.device != where == here)
+        if free is not None and needed > free:
+            raise ValueError(
+                f"remove() brings {needed:,} bytes of weights to {here}, and {free:,} are free there; free "
+                'memory first, or leave them on the host with remove(device="cpu")'
+            )
 
     def _synchronize(self) -> None:
         for lane in (self._device.h2d, self._device.d2h):
@@ -186,8 +249,10 @@ class Parameters:
         self._synchronize()  # the masters go
         try:
             for weight in weights:
-                elements = weight.on_host()
+                elements = None if weight.without_values else weight.on_host()
                 weight.int8 = False
+                if elements is None:
+                    continue
                 try:
                     master = weight.make_master(self._engine.arena)
                 except BaseException:
@@ -241,7 +306,7 @@ class Parameters:
         found = weight.replaced_by()
         if found is None:
             return
-        if weight.int8:
+        if weight.int8 and not weight.without_values:
             module = weight.module()
             assert module is not None  # that has it
             module._parameters[weight.attribute] = weight.parameter  # type: ignore[assignment]
@@ -251,11 +316,20 @@ class Parameters:
                 f"{weight.name} was replaced by a parameter of {tuple(found.shape)}, and "
                 f"{tuple(weight.parameter.shape)} streams; call remove() before, and apply() afterwards"
             )
-        self._forget(weight, f"{weight.name} was replaced")
-        orphan(weight.parameter)
+        if weight.without_values:
+            if found.is_meta:
+                weight.parameter = found
+                return
+            self._follow_module(weight)
+        else:
+            self._forget(weight, f"{weight.name} was replaced")
+            orphan(weight.parameter)
         if torch.empty_like(found, device="meta").stride() != found.stride():  # has gaps, or is expanded
             found.data = found.data.clone(memory_format=torch.preserve_format)
         weight.parameter = found
+        if weight.int8:
+            weight.make_master(self._engine.arena)
+            self.write_int8(weight, found.data)
         self._take_again(weight)
 
     def let_go(self, weight: Weight) -> None:

@@ -55,6 +55,7 @@ from torch import Tensor
 from offload.device import Device, Event, Lane
 from offload.device.rows import expand_rows
 from offload.engine import OffloadEngine
+from offload.errors import OffloadError
 from offload.ids import Owner
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import Once, speaker
@@ -94,6 +95,9 @@ class Residency:
         filled: list[Weight] = []
         staged: list[tuple[Weight, Tensor]] = []
         weights = tuple(block.weights)  # one whose module dies meanwhile is taken out by a finaliser
+        if empty := [weight.name for weight in weights if weight.without_values]:
+            lease.done(None)
+            raise OffloadError(f"{empty[0]} is on meta, without values; call offload.load_weights() first")
         try:
             for weight in weights:
                 if weight.int8:

@@ -34,7 +34,7 @@ from offload.transfer.admission import Priority
 from offload.transfer.stalls import Stall, total_ms
 from offload.weights.choose import Choice
 from offload.weights.figures import WeightFigures
-from offload.weights.hooks import HostState
+from offload.weights.hooks import HostState, refuse_without_values
 from offload.weights.keep import Plan, Size, best_plans, first_plan, least_window
 from offload.weights.measured import Measured, MeasuredStep
 from offload.weights.order import Order, Pass, Use
@@ -124,6 +124,10 @@ class WeightStream(Client):
         self._parameters = Parameters(engine, self.blocks, self.residency, self._use_saved, self._resized)
         self._say_shared()
         self._parameters.take(model)
+        self.model = weakref.ref(model)
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            gate = model.register_forward_pre_hook(refuse_without_values, prepend=True)
+            self._handles.append(gate)
         for weight in (weight for block in self.blocks for weight in block.weights):
             module, hook = weight.module(), HostState(weight)
             assert module is not None  # the model has it
@@ -131,6 +135,17 @@ class WeightStream(Client):
             self._handles.append(module.register_load_state_dict_pre_hook(hook.loading))
             self._handles.append(module.register_load_state_dict_post_hook(hook.loaded))
         engine.attach(self)
+
+    # -- values from files -----------------------------------------------------------------------------------
+    def fill(self, tensor: Tensor, value: Tensor) -> None:
+        """A streamed weight, or another tensor of the model that is on meta, has these values from here on.
+        value: on the CPU, of its shape and dtype. Blocks the host. Raises HostBudgetError."""
+        streamed = {id(weight.parameter): weight for block in self.blocks for weight in block.weights}
+        with self._lock:
+            if (weight := streamed.get(id(tensor))) is not None:
+                self._parameters.fill(weight, value)
+            else:
+                self._parameters.fill_resident(tensor, value)
 
     # -- forwards of blocks ----------------------------------------------------------------------------------
     def enter(self, block: BlockWeights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Close:
@@ -384,7 +399,8 @@ class WeightStream(Client):
             )
 
     def _say_shared(self) -> None:
-        shared = [w.name for block in self.blocks for w in block.weights if not is_alone(w.parameter)]
+        weights = [w for block in self.blocks for w in block.weights if not w.without_values]
+        shared = [weight.name for weight in weights if not is_alone(weight.parameter)]
         if shared:
             logger.warning(
                 "%d streamed weights of %s share their memory with something else (the first: %s), such as a "
@@ -467,12 +483,18 @@ class WeightStream(Client):
         )
 
     # -- the end ---------------------------------------------------------------------------------------------
-    def remove(self) -> None:
-        """Return the weights to where `apply` found them. Raises torch.OutOfMemoryError where they do not
-        fit, and goes on streaming then. Blocks the host."""
+    def remove(self, where: torch.device | None = None) -> None:
+        """Return the weights to where `apply` found them, or bring them to `where`: the CPU, or the device of
+        the engine. Raises ValueError where they do not fit, or torch.OutOfMemoryError, and goes on
+        streaming then. Blocks the host."""
+        here = self._device.torch_device
+        if where not in (None, here, torch.device("cpu")):
+            raise ValueError(
+                f"remove(device={str(where)!r}) of a model that trains on {here}: give that, or the CPU"
+            )
         with self._lock:
             if not self.removed:
-                self._parameters.give_back()
+                self._parameters.give_back(where)
                 self.removed = True
                 for handle in self._handles:
                     handle.remove()

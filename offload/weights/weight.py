@@ -30,7 +30,16 @@ from offload.params.layout import lay_out
 from offload.params.sections import FlatSpec, HostSection
 from offload.params.watched import Watched, watched_in
 
-__all__ = ["BlockWeights", "Close", "Holder", "Weight", "has_own_storage", "is_alone", "written"]
+__all__ = [
+    "BlockWeights",
+    "Close",
+    "Holder",
+    "Weight",
+    "give_memory",
+    "has_own_storage",
+    "is_alone",
+    "written",
+]
 
 _use_count = torch._C._storage_Use_Count
 _FLAT = "weights"
@@ -68,6 +77,17 @@ def written(weight: Weight) -> OffloadError:
         f"silently: call dequantize({weight.block.name!r}) on apply's handle first, which makes the weights "
         "of its block plain"
     )
+
+
+def give_memory(tensor: Tensor, own: Tensor) -> None:
+    """The tensor has this memory from here on, and stays the object that it is. own: nobody else's. Of a
+    tensor on meta torch refuses to set .data, but it exchanges all that two objects are."""
+    if not tensor.is_meta:
+        tensor.data = own
+        return
+    new = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own.detach()
+    vars(new).update(vars(tensor))
+    torch.utils.swap_tensors(tensor, new)
 
 
 class Holder(Protocol):
@@ -117,7 +137,8 @@ class Weight:
     | dirty | the device's bytes are newer | whoever sees a write |
     | version | of the parameter when it was last looked at | `WeightStream` |
     | generation | how often it was given other memory | `Parameters` |
-    | origin | where apply found it | the constructor |
+    | origin | where apply found it; the CPU for one on meta | the constructor |
+    | without_values | it is on meta, and waits for load_weights | `rest` |
     | block, holder | its BlockWeights, and a weak reference to its WeightStream | they |
     """
 
@@ -126,7 +147,8 @@ class Weight:
         self.name = name
         self.module = weakref.ref(module)
         self.attribute = attribute
-        self.origin = parameter.device
+        self.without_values = parameter.is_meta
+        self.origin = torch.device("cpu") if parameter.is_meta else parameter.device
         self.nbytes = parameter.numel() * parameter.element_size()
         self.int8 = False
         self.source: Callable[[Weight], None] | None = None
@@ -135,7 +157,7 @@ class Weight:
         self.generation = 0
         self.block: BlockWeights
         self.holder: Callable[[], Holder | None] = _nobody
-        self.unswappable = weakref.ref(parameter)  # torch.utils.swap_tensors refuses what has one
+        self.unswappable: object = None  # a weak reference: torch.utils.swap_tensors refuses what has one
         self.storage: torch.UntypedStorage
         self.on_device: Tensor
         self._section: HostSection | None = None
@@ -175,6 +197,11 @@ class Weight:
         values = values.view(torch.int8).as_strided(shape, self.parameter.stride())
         return values, scales.view(torch.float32).view(*shape[:-1], 1)
 
+    def write_master(self, value: Tensor) -> None:
+        """value: on the CPU, of the parameter's shape and dtype."""
+        elements = self.master.view(self.parameter.dtype)
+        elements.as_strided(self.parameter.shape, self.parameter.stride()).copy_(value)
+
     def _reader_of_host_copy(self) -> object | None:
         """What lives as long as somebody else has the host's copy; None where nobody has. Our own is gone."""
         self._on_host = None
@@ -184,6 +211,7 @@ class Weight:
         """The parameter's storage is its own from here on."""
         self.storage = self.parameter.untyped_storage()
         self.on_device = _bytes_over(self.storage)
+        self.unswappable, self.without_values = weakref.ref(self.parameter), False
         self.version = self.parameter._version
 
     def replaced_by(self) -> nn.Parameter | None:

@@ -132,3 +132,53 @@ def test_an_adapter_trains_and_is_merged_and_unmerged(mode: Any, dora: bool, tmp
     check(merged, its)
     handle.remove()
     check(merged, its)
+
+
+def on_meta(config: Any) -> Any:
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_on_meta_takes_the_shards_that_were_saved(tied: bool, tmp_path: Path) -> None:
+    """Its rotary frequencies are on meta as well, and in no file."""
+    plain = llama(tie_word_embeddings=tied)
+    plain.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len([*tmp_path.glob("*.safetensors")]) > 3
+    model = on_meta(plain.config)
+    handle = offload.apply(model, "hidden_states", weights="host")
+    assert offload.load_weights(model, tmp_path) == ([], [])
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+    train(model, plain)
+    for (name, mine), its in zip(model.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(mine, its), name
+    handle.remove()
+    check(model, plain)
+
+
+@pytest.mark.parametrize("first", ["adapt", "apply"])
+def test_an_adapter_is_added_once_the_values_are_there(first: str, tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    settings = {"r": 4, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
+    torch.manual_seed(1)
+    plain = peft.get_peft_model(llama(), peft.LoraConfig(**settings))
+    model = on_meta(plain.config)
+    handle = None
+    if first == "apply":
+        handle = offload.apply(model, weights="host")
+    offload.load_weights(model, tmp_path)
+    torch.manual_seed(1)
+    llama()  # draws as the other one did
+    model = peft.get_peft_model(model, peft.LoraConfig(**settings))
+    handle = handle or offload.apply(model, weights="host")
+    train(model, plain)
+    handle.remove()
+    check(model, plain)
+
+
+def test_files_of_another_model_say_what_is_missing(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    model = on_meta(llama(tie_word_embeddings=False).config)
+    with pytest.raises(offload.WeightFileError, match=r"base_model.model.* are missing, .* are unexpected") as said:
+        offload.load_weights(peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])), tmp_path)
+    assert "without adapters" in str(said.value)

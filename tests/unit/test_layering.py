@@ -29,7 +29,7 @@ LEVELS: list[set[str]] = [
     {"process"},  # the manager that this process has
     {"marks"},
     {"report", "plot"},
-    {"apply"},
+    {"apply", "load"},
     {"compat", "pipelining"},  # the sources' spellings, and torch's pipelines: adapters of all the rest
 ]
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}

@@ -81,13 +81,6 @@ def test_host_memory_that_ends_while_weights_move_leaves_them_as_they_were(
     assert torch.equal(model(x), plain(x))
 
 
-def test_a_model_without_values() -> None:
-    with torch.device("meta"):
-        model = Model()
-    with pytest.raises(ValueError, match=r"embed.weight is on the meta device and has no values"):
-        offload.apply(model, weights="host")
-
-
 def test_a_model_of_which_nothing_streams() -> None:
     model = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8))
     with pytest.raises(ValueError, match=r"no weight of Sequential that streams: 4 are smaller than 256"):

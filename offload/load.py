@@ -1,0 +1,207 @@
+"""Weights from safetensors files, tensor by tensor to where the model has them: the pinned memory of streamed
+ones, the device for what else `apply(weights=...)` has there, and else the tensor's own memory.
+
+One invariant: names, shapes, dtypes and buffers are checked against all files before a weight changes, and
+one tensor at a time is in memory twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import WeightFileError
+from offload.params.watched import Watched
+from offload.process import existing_manager
+from offload.weights.files import Stored, TensorSource, stored_tensors
+from offload.weights.stream import WeightStream
+from offload.weights.watched import StreamedWeight
+from offload.weights.weight import give_memory
+
+__all__ = ["LoadedKeys", "load_weights"]
+
+
+class LoadedKeys(NamedTuple):
+    """Without `strict`: names of the model that no file had, and of files that the model has not."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def load_weights(
+    model: nn.Module,
+    path: str | os.PathLike[str] | TensorSource,
+    quantize: str | None = None,
+    *,
+    strict: bool = True,
+) -> LoadedKeys:
+    """Read a model's weights from safetensors files, one tensor at a time.
+
+        with torch.device("meta"):
+            model = build()
+        handle = offload.apply(model, weights="host", device="cuda")
+        offload.load_weights(model, "folder")
+
+    Each streamed weight goes from its file to pinned host memory, and every other one to the device. Before
+    `apply`, what is on meta comes to the CPU, from where `apply` moves one weight after the other. All
+    parameters stay the objects that they are.
+
+    path: a file, a folder, or an index (*.safetensors.index.json); or an object with keys() and
+        get_tensor(name), whose tensors are on the CPU, and are checked as each of them comes.
+    strict: False admits files that lack names of the model, or have others. What is on meta needs values.
+    Names are those of state_dict(). Of tied weights one name is enough. Floating-point values are converted
+    to the dtype of their parameter. Buffers on meta that no file has (not persistent, such as rotary
+    frequencies) are computed by their module's reset_parameters(), or by the model's _init_weights
+    (transformers).
+
+    Raises WeightFileError for files that cannot be read, and for names, shapes or dtypes that do not fit;
+    ValueError for buffers that nothing computes, parameters that cannot be filled, and `quantize`: no weight
+    has changed then. Raises HostBudgetError where the host has no room. Blocks the host.
+    """
+    if quantize is not None:
+        raise ValueError(f"quantize={quantize!r}: weights of files are not quantised yet; leave it out")
+    stored, targets = stored_tensors(path), _targets(model)
+    loaded = _matched(model, stored, targets, strict)
+    for name, target in targets.items():
+        _check_can_be_filled(name, target)
+    if isinstance(path, (str, os.PathLike)):
+        for _ in _fitting(stored, targets):  # views of the files, of which nothing is read
+            pass
+    values, streams = _computed_buffers(model), _streams()
+    for target, value in itertools.chain(_fitting(stored, targets), values):
+        _place(target, value.to(target.dtype), streams.get(id(target)))
+    return loaded
+
+
+def _targets(model: nn.Module) -> dict[str, Tensor]:
+    """What state_dict() has, by all its names."""
+    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def _matched(
+    model: nn.Module, stored: Mapping[str, Stored], targets: Mapping[str, Tensor], strict: bool
+) -> LoadedKeys:
+    """Raises WeightFileError for names of one side that the other has not."""
+    given = {id(targets[key]) for key in stored if key in targets}
+    missing = [name for name, target in targets.items() if id(target) not in given]
+    unexpected = [key for key in stored if key not in targets]
+    empty = [name for name in missing if targets[name].is_meta]
+    if empty or (strict and (missing or unexpected)):
+        origin = next((each.origin for each in stored.values()), "no file")
+        raise WeightFileError(
+            f"{len(stored)} tensors of {origin} do not fit {type(model).__name__}: {_some(missing)} are "
+            f"missing, of them {_some(empty)} on meta, which needs a value; {_some(unexpected)} are "
+            "unexpected. Names are those of state_dict(), without adapters; strict=False takes what fits"
+        )
+    return LoadedKeys(missing, unexpected)
+
+
+def _some(names: list[str]) -> str:
+    return f"{len(names)} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})" if names else "none"
+
+
+def _fitting(stored: Mapping[str, Stored], targets: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor of the model with its value, as it is stored. Raises WeightFileError."""
+    firsts: dict[int, str] = {}  # of tied weights: the key that came first
+    for key in [key for key in stored if key in targets]:
+        target, origin, value = targets[key], stored[key].origin, stored[key].source.get_tensor(key)
+        if value.shape != target.shape:
+            shapes = tuple(value.shape), tuple(target.shape)
+            raise WeightFileError(f"{key} is {shapes[0]} in {origin}, and {shapes[1]} in the model")
+        ours, its = target.dtype, value.dtype
+        if its != ours and not (its.is_floating_point and ours.is_floating_point and its.itemsize > 1):
+            raise WeightFileError(
+                f"{key} is {its} in {origin}, and {ours} in the model: no conversion number by number; build "
+                "the model with that dtype, or save the weights dequantised"
+            )
+        first = firsts.setdefault(id(target), key)
+        if first != key and not torch.equal(stored[first].source.get_tensor(first), value):
+            raise WeightFileError(
+                f"{first} and {key} are one weight in the model, and differ in {origin}; build it untied"
+            )
+        yield target, value
+
+
+def _check_can_be_filled(name: str, target: Tensor) -> None:
+    if type(target) not in (Tensor, nn.Parameter) and not isinstance(target, Watched):
+        raise ValueError(
+            f"{name} is a {type(target).__name__}, which load_weights() does not fill: a DTensor is loaded "
+            "by torch.distributed.checkpoint, and a quantised parameter is made after loading"
+        )
+    hooks = target._backward_hooks or getattr(target, "_post_accumulate_grad_hooks", None)
+    held = weakref.getweakrefs(target) or target._use_count() > 1  # type: ignore[attr-defined]
+    if target.is_meta and (hooks or held):
+        raise ValueError(
+            f"{name} is on the meta device, and a hook, a weak reference or a graph holds it, so torch gives "
+            "it no memory; load before hooks are registered and the model is wrapped"
+        )
+
+
+def _streams() -> dict[int, WeightStream]:
+    """By the id of a tensor: what `apply(weights=...)` made of its model."""
+    manager = existing_manager()
+    found: dict[int, WeightStream] = {}
+    for client in [] if manager is None else manager.engine.clients:
+        if isinstance(client, WeightStream) and (model := client.model()) is not None:
+            found.update((id(tensor), client) for tensor in (*model.parameters(), *model.buffers()))
+    return found
+
+
+def _place(target: Tensor, value: Tensor, stream: WeightStream | None) -> None:
+    if stream is not None and (target.is_meta or isinstance(target, StreamedWeight)):
+        stream.fill(target, value)
+    elif target.is_meta:
+        give_memory(target, value.clone())
+    else:
+        with torch.no_grad():
+            target.copy_(value)
+
+
+def _computed_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Buffers on meta that no file has, each with its value. Raises ValueError where nothing computes it."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for name, module in model.named_modules():
+        names, buffers = module._non_persistent_buffers_set, module._buffers
+        empty = {each: old for each in names if (old := buffers.get(each)) is not None and old.is_meta}
+        fresh = {each: torch.empty_like(old, device="cpu") for each, old in empty.items()}
+        buffers.update(fresh)
+        try:
+            if empty:
+                _initialise(model, name, module)
+            values: dict[str, Any] = {each: buffers[each] for each in empty}
+        finally:
+            buffers.update(empty)
+        for each, value in values.items():
+            if value.is_meta or (value is fresh[each] and not value._version):
+                raise ValueError(
+                    f"{name}.{each} of {type(model).__name__} is a buffer on meta and in no file, and "
+                    "neither reset_parameters() of its module nor _init_weights() of the model computes it; "
+                    'build its module under torch.device("cpu")'
+                )
+            found.append((empty[each], value))
+    return found
+
+
+def _initialise(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Have the module compute its buffers, where it has no weight of its own with values."""
+    if not all(parameter.is_meta for parameter in module.parameters(recurse=False)):
+        return
+    initialise: Callable[[], object] | None = getattr(module, "reset_parameters", None)
+    while name and initialise is None:
+        name = name.rpartition(".")[0]
+        found = getattr(model.get_submodule(name), "_init_weights", None)
+        initialise = None if found is None else partial(found, module)
+    if initialise is not None:
+        initialise()
