@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,8 +22,8 @@ from offload.params.watched import Watched
 from offload.process import existing_manager
 from offload.weights.files import Stored, TensorSource, stored_tensors
 from offload.weights.stream import WeightStream
-from offload.weights.watched import StreamedWeight
-from offload.weights.weight import give_memory
+from offload.weights.watched import StreamedWeight, owner_of
+from offload.weights.weight import give_memory, written
 
 __all__ = ["LoadedKeys", "load_weights"]
 
@@ -55,6 +55,7 @@ def load_weights(
 
     path: a file, a folder, or an index (*.safetensors.index.json); or an object with keys() and
         get_tensor(name), whose tensors are on the CPU, and are checked as each of them comes.
+    quantize: has to agree with `apply`, whose quantize="int8" reads frozen weights as INT8.
     strict: False admits files that lack names of the model, or have others. What is on meta needs values.
     Names are those of state_dict(). Of tied weights one name is enough. Floating-point values are converted
     to the dtype of their parameter. Buffers on meta that no file has (not persistent, such as rotary
@@ -62,20 +63,20 @@ def load_weights(
     (transformers).
 
     Raises WeightFileError for files that cannot be read, and for names, shapes or dtypes that do not fit;
-    ValueError for buffers that nothing computes, parameters that cannot be filled, and `quantize`: no weight
-    has changed then. Raises HostBudgetError where the host has no room. Blocks the host.
+    ValueError for buffers that nothing computes, parameters that cannot be filled, and another `quantize`;
+    OffloadError for INT8 weights that have values. No weight has changed then. HostBudgetError where the host
+    has no room, ValueError for INT8 of what is not finite. Blocks the host.
     """
-    if quantize is not None:
-        raise ValueError(f"quantize={quantize!r}: weights of files are not quantised yet; leave it out")
-    stored, targets = stored_tensors(path), _targets(model)
+    stored, targets, streams = stored_tensors(path), _targets(model), _streams()
+    _check_quantized(quantize, {streams[id(each)] for each in targets.values() if id(each) in streams})
     loaded = _matched(model, stored, targets, strict)
     for name, target in targets.items():
         _check_can_be_filled(name, target)
     if isinstance(path, (str, os.PathLike)):
         for _ in _fitting(stored, targets):  # views of the files, of which nothing is read
             pass
-    values, streams = _computed_buffers(model), _streams()
-    for target, value in itertools.chain(_fitting(stored, targets), values):
+    buffers = _computed_buffers(model)
+    for target, value in itertools.chain(_fitting(stored, targets), buffers):
         _place(target, value.to(target.dtype), streams.get(id(target)))
     return loaded
 
@@ -134,12 +135,22 @@ def _fitting(stored: Mapping[str, Stored], targets: Mapping[str, Tensor]) -> Ite
         yield target, value
 
 
+def _check_quantized(quantize: str | None, streams: Collection[WeightStream]) -> None:
+    if quantize is not None and not (quantize == "int8" and any(each.figures.int8_bytes for each in streams)):
+        raise ValueError(
+            f"quantize={quantize!r} has to be what apply() was given: call apply(model, weights=..., "
+            'quantize="int8") first, whose frozen weights are then read as INT8; or leave it out'
+        )
+
+
 def _check_can_be_filled(name: str, target: Tensor) -> None:
     if type(target) not in (Tensor, nn.Parameter) and not isinstance(target, Watched):
         raise ValueError(
             f"{name} is a {type(target).__name__}, which load_weights() does not fill: a DTensor is loaded "
             "by torch.distributed.checkpoint, and a quantised parameter is made after loading"
         )
+    if isinstance(target, StreamedWeight) and (weight := owner_of(target)).int8:
+        raise written(weight)
     hooks = target._backward_hooks or getattr(target, "_post_accumulate_grad_hooks", None)
     held = weakref.getweakrefs(target) or target._use_count() > 1  # type: ignore[attr-defined]
     if target.is_meta and (hooks or held):

@@ -186,6 +186,7 @@ class Parameters:
                 self._device.refill(weight.storage, weight.nbytes)
                 weight.parameter.data.copy_(weight.on_host())
         weight.close()
+        del weight.storage, weight.on_device  # or the next apply() would find somebody who shares its memory
 
     def give_back(self, where: torch.device | None) -> None:
         """Every weight goes where `apply` found it, or to `where`. Raises ValueError where they do not fit,

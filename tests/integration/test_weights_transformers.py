@@ -179,6 +179,6 @@ def test_an_adapter_is_added_once_the_values_are_there(first: str, tmp_path: Pat
 def test_files_of_another_model_say_what_is_missing(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     model = on_meta(llama(tie_word_embeddings=False).config)
-    with pytest.raises(offload.WeightFileError, match=r"base_model.model.* are missing, .* are unexpected") as said:
+    with pytest.raises(offload.WeightFileError, match=r"base_model.model.* are missing") as said:
         offload.load_weights(peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])), tmp_path)
     assert "without adapters" in str(said.value)

@@ -19,7 +19,7 @@ from offload.errors import HostBudgetError, WeightFileError
 from offload.process import default_manager
 from tests.inside import streaming_of, streams_from
 from tests.unit.groups.stack import build_manager, installed
-from tests.unit.weights.streamed import BLOCK_BYTES, BLOCKS, ROWS, WIDTH, Model, Pair, adam
+from tests.unit.weights.streamed import BLOCK_BYTES, BLOCKS, ROWS, WIDTH, Model, Pair, adam, expand_as
 
 Files = dict[str, dict[str, Tensor]]
 
@@ -324,9 +324,69 @@ def test_a_parameter_on_meta_that_torch_gives_no_memory_is_named(folder: Path, h
     del held
 
 
-def test_quantize_is_refused_as_long_as_nothing_quantises(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"quantize='int8'"):
-        offload.load_weights(on_meta(), folder, "int8")
+def frozen(model: Whole) -> Whole:
+    model.layers.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_frozen_weights_of_files_wait_as_int8(plain: Whole, folder: Path, quantize: Any) -> None:
+    model = frozen(on_meta())
+    handle = offload.apply(model, weights="host", quantize="int8")
+    offload.load_weights(model, folder, quantize)
+    assert handle.weights is not None
+    assert default_manager().engine.arena.lent_bytes == handle.weights.int8_bytes < BLOCKS * BLOCK_BYTES / 3
+    pair = Pair(model, frozen(plain), handle)
+    expand_as(pair)
+    pair.train()
+    with pytest.raises(offload.OffloadError, match=r"is held as INT8 and cannot be written"):
+        offload.load_weights(model, folder)
+    pair.train()
+    handle.remove()
+    has_values_of(model, pair.plain)
+
+
+def test_int8_weights_of_files_that_are_not_finite_are_named_and_can_come_later(
+    plain: Whole, folder: Path
+) -> None:
+    model = frozen(on_meta())
+    handle = offload.apply(model, weights="host", quantize="int8")
+    spoiled = copy.deepcopy(plain)
+    spoiled.layers[3].down.weight.data[2, 2] = torch.nan  # type: ignore[union-attr, operator]
+    for name, tensors in in_three(spoiled).items():
+        save_file(tensors, folder / name)
+    with pytest.raises(ValueError, match=r"layers.3.down.weight has values that are inf or nan"):
+        offload.load_weights(model, folder)
+    for name, tensors in in_three(plain).items():
+        save_file(tensors, folder / name)
+    handle.remove()
+    model.to("meta")
+    model.again.weight = model.embed.weight
+    handle = offload.apply(model, weights="host", quantize="int8")
+    offload.load_weights(model, folder)
+    handle.remove()
+
+
+def test_a_state_dict_that_is_assigned_is_quantised(plain: Whole) -> None:
+    model = frozen(on_meta())
+    handle = offload.apply(model, weights="host", quantize="int8")
+    model.load_state_dict(copy.deepcopy(plain.state_dict()), assign=True)
+    model.again.weight = model.embed.weight
+    model.turned.angles = plain.turned.angles.clone()
+    pair = Pair(model, frozen(plain), handle)
+    expand_as(pair)
+    pair.train()
+    handle.remove()
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantize_has_to_be_what_apply_was_given(folder: Path, quantize: str) -> None:
+    model = frozen(on_meta())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"quantize='{quantize}' has to be what apply"):
+            offload.load_weights(model, folder, quantize)
+        offload.apply(model, weights="host").remove()
+    assert all(each.is_meta for each in model.parameters())
 
 
 def test_before_its_values_have_come_a_model_says_so_and_can_be_removed(plain: Whole, folder: Path) -> None:
@@ -443,3 +503,13 @@ def test_a_device_for_remove_needs_weights_that_moved(plain: Whole) -> None:
     with pytest.raises(ValueError, match=r"which moved no weights; use model.to\(\)"):
         handle.remove(device="cpu")
     handle.remove()
+
+
+def test_a_model_that_is_applied_again_shares_its_memory_with_nobody(
+    plain: Whole, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        handle = offload.apply(plain, weights="host")
+        plain(torch.randn(ROWS, WIDTH)).sum().backward()
+        handle.remove()
+    assert "share their memory" not in caplog.text
