@@ -77,6 +77,8 @@ from offload.spill.runtime import ActivationRuntime as ActivationRuntime
 from offload.telemetry.records import StepStats
 from offload.telemetry.summary import print_offload_summary_table as print_offload_summary_table
 from offload.transfer.captures import CapturedRegion as CapturedRegion
+from offload.weights.quant_linear import QuantLinear as QuantLinear
+from offload.weights.quant_linear import QuantLinearLoRA as QuantLinearLoRA
 
 __version__ = "0.1.0"
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, ParamSpec, Protocol
 
@@ -47,6 +48,7 @@ from offload.modules.settings import (
     forget_compiled,
     gpu_bytes,
     heads_of,
+    is_adapter,
     is_checkpointing,
     mind_adapters,
     switch_caches_off,
@@ -60,6 +62,7 @@ from offload.sizes import argument_bytes
 from offload.telemetry.speaker import speaker
 from offload.weights.figures import WeightFigures
 from offload.weights.hooks import BlockCalls
+from offload.weights.slabs import signature, write_slab
 from offload.weights.stream import WeightStream
 
 __all__ = ["Applied", "activations", "apply", "infer_steps", "is_declined"]
@@ -192,6 +195,16 @@ class Applied:
             raise ValueError(f"dequantize() of {self!r}, of which no weights stream")
         self._stream.dequantize(block)
 
+    def write_slab(self, path: str | PathLike[str], architecture_id: str = "") -> Path:
+        """Write the INT8 weights and the biases beside them to path.safetensors, and to path.manifest.json
+        what they are; `apply(quantize=...)` takes the latter's path, which is returned. Raises ValueError
+        where nothing is INT8. Blocks the host."""
+        model = self._model()
+        weights = [] if self._stream is None else self._stream.int8_weights()
+        if model is None or not weights:
+            raise ValueError(f"write_slab() of {self!r}, of which no weights are INT8")
+        return write_slab(path, weights, signature(model, is_adapter), architecture_id)
+
     def _hook(self, module: nn.Module, calls: Calls) -> None:
         assert self._root is not None
         self._undo.callback(HookPair(module, calls.enter, calls.leave, self._root.calls).remove)
@@ -300,6 +313,8 @@ def apply(
     quantize: "int8", with `weights`: frozen weights of two dimensions, and experts' of three, wait and cross
         the link as INT8 values with a float32 scale a row, and are expanded on the device. What the model
         computes is what it computes on the expanded weights, bit for bit. What is trained streams as it is.
+        Or the path of a slab's ".manifest.json", as `write_slab` gives it: the INT8 values, and biases, are
+        read from there, whatever the model has; SlabError where they do not fit it.
     device: where a model with `weights` trains, such as "cuda:1". None: where the engine of this process is,
         the current GPU by default. "cpu" is the simulated device.
 
@@ -320,8 +335,8 @@ def apply(
         raise ValueError(
             f'quantize={quantize!r} is of streamed weights; give weights="host" or a size as well'
         )
-    if quantize not in (None, "int8"):
-        raise ValueError(f'quantize is {quantize!r}, must be "int8"')
+    if quantize not in (None, "int8") and not str(quantize).endswith(".manifest.json"):
+        raise ValueError(f'quantize is {quantize!r}, must be "int8" or the path of a slab\'s .manifest.json')
     if device is not None and weights is None:
         raise ValueError(f"device={device!r} without weights=: a model trains where it is; use model.to()")
     if mode is False:
@@ -365,11 +380,7 @@ def apply(
     here = _device_of(device_name()) if before is None else before.engine.device.torch_device
     where = here if device is None else _device_of(device)
     named_blocks = {name: module for named in streamed.values() for name, module in named.items()}
-    choice = (
-        None
-        if weights is None
-        else chosen_weights(model, named_blocks, where, quantized=quantize is not None)
-    )
+    choice, slab = (None, None) if weights is None else chosen_weights(model, named_blocks, where, quantize)
     if where != here:
         _check_unused(where)
         _check_nothing_waits(before)
@@ -380,6 +391,8 @@ def apply(
     stream = None
     if choice is not None:
         stream = WeightStream(marks.default_manager().engine, model, choice, limit_bytes)
+        if slab is not None:
+            slab.load_rest(stream.fill)
 
     forget_compiled(model)
     everything = "all tensors" if mode in ALL_TENSORS else None

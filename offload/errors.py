@@ -15,6 +15,10 @@ __all__ = [
     "PoolError",
     "RecomputeDiffersError",
     "RecordStateError",
+    "SlabError",
+    "SlabSignatureError",
+    "SlabTensorError",
+    "SlabVersionError",
     "StaleHandleError",
     "WeightFileError",
 ]
@@ -42,6 +46,22 @@ class HostBudgetError(OffloadError):
 
 class PoolError(OffloadError, ValueError):
     """A tensor was given to a pool that did not lend it, or was given back twice."""
+
+
+class SlabError(OffloadError, ValueError):
+    """Files of INT8 weights do not fit the model, or cannot be read; the model is as before."""
+
+
+class SlabSignatureError(SlabError):
+    """A slab is of a model with other linear layers."""
+
+
+class SlabVersionError(SlabError):
+    """A slab is of another format, or of another number of bits."""
+
+
+class SlabTensorError(SlabError):
+    """A slab's tensor is missing, of another dtype or shape, or has scales that cannot be."""
 
 
 class WeightFileError(OffloadError, ValueError):

@@ -70,8 +70,8 @@ def load_weights(
     stored, targets, streams = stored_tensors(path), _targets(model), _streams()
     _check_quantized(quantize, {streams[id(each)] for each in targets.values() if id(each) in streams})
     loaded = _matched(model, stored, targets, strict)
-    for name, target in targets.items():
-        _check_can_be_filled(name, target)
+    for key in [key for key in stored if key in targets]:
+        _check_can_be_filled(key, targets[key])
     if isinstance(path, (str, os.PathLike)):
         for _ in _fitting(stored, targets):  # views of the files, of which nothing is read
             pass

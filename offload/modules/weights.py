@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from os import PathLike
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from offload.optim.step import stepped_by_open_ones
 from offload.sizes import argument_bytes
 from offload.weights.choose import Choice, choose, quantize
 from offload.weights.hooks import refuse_recorded_graphs
+from offload.weights.slabs import Slab
 
 __all__ = ["WeightsRoot", "chosen_weights", "weights_limit"]
 
@@ -75,10 +77,13 @@ def weights_limit(weights: int | str | None) -> int | None:
 
 
 def chosen_weights(
-    model: nn.Module, blocks: Mapping[str, nn.Module], where: torch.device, quantized: bool = False
-) -> Choice:
-    """Which weights of the blocks stream to `where`, and which of them as INT8. Raises ValueError where that
-    cannot be; nothing has changed."""
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    where: torch.device,
+    quantized: str | PathLike[str] | None,
+) -> tuple[Choice, Slab | None]:
+    """Which weights of the blocks stream to `where`, and which as INT8, of a slab if `quantized` is its
+    manifest. Raises ValueError where that cannot be; nothing has changed."""
     for name, module in model.named_modules():
         refuse_recorded_graphs(module, name or type(model).__name__)
     choice = choose(model, blocks, is_adapter, where)
@@ -90,6 +95,10 @@ def chosen_weights(
                 "apply(weights=...) would stream it: give weights= to a model whose blocks are frozen, "
                 "step the blocks by an optimizer of torch's, or leave weights= out"
             )
-    if quantized:
+    slab = None
+    if quantized is not None:
         quantize(choice, model)
-    return choice
+        if quantized != "int8":
+            slab = Slab(quantized, model, is_adapter)
+            slab.give(model, (each for found in choice.blocks.values() for each in found if each.int8))
+    return choice, slab

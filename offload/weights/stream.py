@@ -364,9 +364,12 @@ class WeightStream(Client):
     def _host_bytes(self) -> int:
         return sum(size.arriving for size in self._sizes)
 
+    def int8_weights(self) -> list[Weight]:
+        return [weight for block in self.blocks for weight in block.weights if weight.int8]
+
     @property
     def _int8_bytes(self) -> int:
-        return sum(each.link_bytes for block in self.blocks for each in block.weights if each.int8)
+        return sum(weight.link_bytes for weight in self.int8_weights())
 
     def _resized(self, block: BlockWeights) -> None:
         self._sizes[block.index] = Size(block.nbytes, block.link_bytes)

@@ -324,6 +324,7 @@ def test_reading_into_another_tensor_is_no_write() -> None:
         assert torch.equal(out, pair.plain.layers[0].up.weight * 2 + pair.plain.layers[0].up.weight)
 
 
+@pytest.mark.req("Q-4")
 def test_conversions_keep_the_int8_and_change_what_it_is_expanded_to() -> None:
     with int8() as pair:
         pair.train(2)
