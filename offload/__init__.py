@@ -23,6 +23,9 @@ import torch
 from offload import packages, process
 from offload.apply import Applied as Applied
 from offload.apply import activations, apply
+from offload.compare import Compared as Compared
+from offload.compare import Comparison as Comparison
+from offload.compare import compare
 from offload.compat.group import OffloadTensorGroup as OffloadTensorGroup
 
 # the errors one by one and the sources' spellings are importable, and no part of `__all__`
@@ -99,6 +102,7 @@ __all__ = [
     "activations",
     "apply",
     "capturing",
+    "compare",
     "configure",
     "disable_offload",
     "enable_offload",

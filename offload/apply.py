@@ -65,7 +65,7 @@ from offload.weights.hooks import BlockCalls
 from offload.weights.slabs import signature, write_slab
 from offload.weights.stream import WeightStream
 
-__all__ = ["Applied", "activations", "apply", "infer_steps", "is_declined"]
+__all__ = ["Applied", "activations", "apply", "infer_steps", "is_applied", "is_declined"]
 
 logger = speaker(__name__)
 
@@ -484,6 +484,11 @@ def _check_unused(where: torch.device) -> None:
 def is_declined(model: nn.Module) -> bool:
     """Whether `apply` was called for this model with mode False, or with a config that says so."""
     return model in _declined
+
+
+def is_applied(model: nn.Module) -> bool:
+    """Whether a handle has hooks on this model, or on a module of it."""
+    return any(module in taken for module in model.modules() for taken in (_applied, _watermarked))
 
 
 def infer_steps(root: Root) -> None:

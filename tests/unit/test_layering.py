@@ -30,6 +30,7 @@ LEVELS: list[set[str]] = [
     {"marks"},
     {"report", "plot"},
     {"apply", "load"},
+    {"compare"},  # tries what apply does
     {"compat", "pipelining"},  # the sources' spellings, and torch's pipelines: adapters of all the rest
 ]
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}

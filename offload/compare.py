@@ -1,0 +1,346 @@
+"""Which mode suits a model: each is tried for a few training steps, and all is as it was.
+
+    table = offload.compare(model, step, within="24GB")     # step: a callable that does one training step
+    print(table)
+    offload.apply(model, **table.best)
+
+One invariant: when it returns, or raises, weights, buffers, gradients, optimizers' state and random states
+have the bits that they had, and the model has no hooks of it. What else a step changes, such as the position
+of a data loader, is the caller's: give what has a state_dict() as `stateful`.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from tqdm import tqdm
+
+from offload import marks
+from offload.apply import apply, is_applied
+from offload.config import Mode
+from offload.engine import OffloadEngine
+from offload.modules.settings import gpu_bytes
+from offload.sizes import argument_bytes, bytes_text
+
+__all__ = ["Compared", "Comparison", "compare"]
+
+_LEAST_STEPS, _MOST_STEPS = 2, 12
+"""Of a mode. "auto" measures in the first ones."""
+
+_NOTHING: Mapping[str, Any] = {"mode": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One mode, tried.
+
+    | name | | unit |
+    |---|---|---|
+    | arguments | of `apply`; mode False alone is the model as it is | |
+    | steps | that it took | |
+    | step_ms | median of the later half of them; on several ranks that of the slowest | ms |
+    | peak_bytes | most active bytes on the device in those; without a GPU, of saved tensors alone | bytes |
+    | pinned_bytes | of host memory that it holds | bytes |
+    | moved_bytes, stall_ms | of the last step: tensors that left, weights that came; waits | |
+    | why_not | why it cannot be taken; "" where it can | |
+    """
+
+    arguments: Mapping[str, Any]
+    steps: int = 0
+    step_ms: float = 0.0
+    peak_bytes: int = 0
+    pinned_bytes: int = 0
+    moved_bytes: int = 0
+    stall_ms: float = 0.0
+    why_not: str = ""
+
+    @property
+    def text(self) -> str:
+        """The arguments as they are written."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` found, in the order in which it was tried. within_bytes: None for no limit. link: what
+    times mean without a GPU."""
+
+    rows: tuple[Compared, ...]
+    within_bytes: int | None = None
+    link: str = ""
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """The arguments of the fastest that fits. Raises ValueError where none does."""
+        able = [row for row in self.rows if not row.why_not]
+        if not able:
+            raise ValueError(f"no mode can be taken:\n{self}")
+        return dict(min(able, key=lambda row: row.step_ms).arguments)
+
+    def as_dict(self) -> dict[str, Any]:
+        """By name, as plain values for JSON."""
+        return {"rows": [asdict(row) for row in self.rows], "within_bytes": self.within_bytes}
+
+    def __str__(self) -> str:
+        base = next((row.step_ms for row in self.rows if row.arguments == _NOTHING and row.step_ms), 0.0)
+        cells = [
+            [
+                row.text,
+                f"{row.step_ms:.1f} ms" if row.steps else "",
+                f"{row.step_ms / base:.2f}" if row.steps and base else "",
+                bytes_text(row.peak_bytes) if row.steps else "",
+                bytes_text(row.pinned_bytes) if row.steps else "",
+                bytes_text(row.moved_bytes) if row.steps else "",
+                f"{row.stall_ms:.1f} ms" if row.steps else "",
+                row.why_not,
+            ]
+            for row in self.rows
+        ]
+        headers = ["apply(model, ...)", "step", "/ nothing", "peak", "pinned", "moved", "stalls", "why not"]
+        table = tabulate(cells, headers, disable_numparse=True)
+        within = "" if self.within_bytes is None else f"within {bytes_text(self.within_bytes)}"
+        return "\n".join(line for line in (within, self.link, table) if line)
+
+
+def compare(
+    model: nn.Module,
+    step: Callable[[], object],
+    within: int | str | None = None,
+    modes: Sequence[Mode | Mapping[str, Any]] | None = None,
+    *,
+    stateful: Sequence[Any] = (),
+    budget_s: float = 120.0,
+) -> Comparison:
+    """Try modes of `apply` on this model, one after the other, and say which is the fastest that fits.
+
+    step: does one whole training step, forward to zero_grad, on what it likes; it takes no argument.
+    within: most active bytes on the device, weights and all, as bytes, text such as "24GB" or a share of the
+        GPU. Mode "auto" plans for it.
+    modes: names of modes, or arguments of `apply` as dictionaries, such as {"mode": "groups", "device_limit":
+        "8GB"}. None: nothing, "checkpoint", "hidden_states", "selective", "groups", "auto", and
+        "hidden_states" with weights on the host.
+    stateful: what else a step changes and has state_dict() and load_state_dict(): schedulers, a GradScaler.
+    budget_s: seconds for all of them. Each takes 2 to 12 steps; one that was begun takes 2.
+
+    A mode that runs out of memory, or that `apply` refuses, is a row that says so. Optimizers are found when
+    they step. With several ranks all must call, with the same modes; times and peaks are those of the worst
+    rank, so that all find the same best. A rank that runs out of memory amid a collective leaves the others
+    waiting in it, as in any step.
+    Raises ValueError for a model that has a handle already, a size or a mode that is none, and whatever
+    `step` raises, but for torch.OutOfMemoryError. Blocks the host after each step.
+    """
+    within_bytes = argument_bytes(within, name="within", of_bytes=gpu_bytes())
+    if is_applied(model):
+        raise ValueError(f"compare() of a {type(model).__name__} that is offloaded; call remove() first")
+    if budget_s <= 0:
+        raise ValueError(f"budget_s is {budget_s!r}; give the seconds that all modes may take together")
+    given = [
+        dict(each) if isinstance(each, Mapping) else {"mode": each} for each in modes or _modes(within_bytes)
+    ]
+    engine = marks.default_manager().engine
+    config, ends = engine.config, time.monotonic() + budget_s
+    rows: list[Compared] = []
+    with _kept(model, stateful) as put_back, tqdm(given, "offload.compare", leave=False, disable=None) as bar:
+        for index, arguments in enumerate(bar):
+            bar.set_postfix_str(str(arguments))
+            seconds = (ends - time.monotonic()) / (len(given) - index)
+            try:
+                row = _tried(model, step, arguments, seconds)
+            finally:
+                _clear(engine, config, put_back)
+            row = _agreed(row)
+            over = within_bytes is not None and row.peak_bytes > within_bytes
+            if over and not row.why_not:
+                row = Compared(
+                    **{**_shallow(row), "why_not": f"its peak is above {bytes_text(within_bytes or 0)}"}
+                )
+            rows.append(row)
+    is_simulated = engine.device.torch_device.type != "cuda"
+    link = "on the simulated device: times say nothing of a GPU, and a peak is of saved tensors alone"
+    return Comparison(tuple(rows), within_bytes, link if is_simulated else "")
+
+
+def _modes(within_bytes: int | None) -> list[dict[str, Any]]:
+    total = {} if within_bytes is None else {"device_total": within_bytes}
+    names = ("checkpoint", "hidden_states", "selective", "groups")
+    return [
+        dict(_NOTHING),
+        *({"mode": name} for name in names),
+        {"mode": "auto", **total},
+        {"mode": "hidden_states", "weights": "host"},
+    ]
+
+
+def _shallow(row: Compared) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in row.__dataclass_fields__}
+
+
+def _tried(
+    model: nn.Module, step: Callable[[], object], arguments: dict[str, Any], seconds: float
+) -> Compared:
+    """Take steps for so many seconds, two at least, under these arguments."""
+    handle, times, peaks = None, list[float](), list[int]()
+    ends = time.monotonic() + seconds
+    try:
+        if arguments != _NOTHING:
+            handle = apply(model, **arguments)
+        engine = marks.default_manager().engine
+        while len(times) < _LEAST_STEPS or (len(times) < _MOST_STEPS and time.monotonic() < ends):
+            engine.device.reset_allocator_peak()
+            begun = time.perf_counter()
+            step()
+            engine.device.synchronize(engine.device.record(engine.device.compute))
+            times.append((time.perf_counter() - begun) * 1e3)
+            seen = engine.device.allocator_bytes()
+            peaks.append(engine.last_stats.device_bytes_peak if seen is None else seen[1])
+        figures = {} if handle is None else handle.report().last_step
+        weights = None if handle is None else handle.weights
+        return Compared(
+            arguments=arguments,
+            steps=len(times),
+            step_ms=statistics.median(times[len(times) // 2 :]),
+            peak_bytes=max(peaks[len(times) // 2 :]),
+            pinned_bytes=engine.arena.held_bytes if handle is not None else 0,
+            moved_bytes=figures.get("moved_bytes", 0) + (weights.in_bytes if weights else 0),
+            stall_ms=figures.get("stall_ms", 0.0) + (weights.stall_ms if weights else 0.0),
+        )
+    except torch.OutOfMemoryError:
+        return Compared(arguments=arguments, why_not="the device ran out of memory")
+    except ValueError as error:
+        if handle is not None or arguments == _NOTHING:
+            raise  # of the step
+        return Compared(arguments=arguments, why_not=f"refused: {error}")
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def _clear(engine: OffloadEngine, config: Any, put_back: Callable[[], None]) -> None:
+    """Nothing of the mode before is left, on the device or in host memory."""
+    gc.collect()  # a step that ran out of memory left a graph in its exception
+    manager = marks.default_manager()
+    manager.engine.end_step()
+    if manager.engine.config != config:
+        marks.change_limits(config)
+    engine.arena.trim(config.host_reserve_bytes)
+    put_back()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _agreed(row: Compared) -> Compared:
+    """The worst of all ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return row
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, _shallow(row))
+    worst = {
+        name: max(each[name] for each in found)
+        for name in ("step_ms", "peak_bytes", "pinned_bytes", "moved_bytes", "stall_ms", "steps", "why_not")
+    }
+    return Compared(arguments=row.arguments, **worst)
+
+
+# -- what is put back ----------------------------------------------------------------------------------------
+class _Tensors:
+    """Tensors and their bytes, on the host."""
+
+    def __init__(self, tensors: Iterator[Tensor]) -> None:
+        self._kept = [(each, each.detach().to("cpu", copy=True)) for each in tensors if not each.is_meta]
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            for tensor, values in self._kept:
+                tensor.copy_(values)
+
+
+class _OptimizerState:
+    """An optimizer as it was before its first step here."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = [
+            (dict(group), {name: copy.deepcopy(value) for name, value in group.items() if name != "params"})
+            for group in optimizer.param_groups
+        ]
+        self._state = {
+            parameter: {name: _copied(value) for name, value in state.items()}
+            for parameter, state in optimizer.state.items()
+        }
+
+    def put_back(self) -> None:
+        state = self._optimizer.state
+        for parameter in [*state]:
+            if parameter not in self._state:
+                del state[parameter]
+        for parameter, values in self._state.items():
+            state[parameter] = {name: _copied(value) for name, value in values.items()}
+        for group, (before, values) in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.clear()
+            group.update({**before, **copy.deepcopy(values)})
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+@contextmanager
+def _kept(model: nn.Module, stateful: Sequence[Any]) -> Iterator[Callable[[], None]]:
+    """Inside, the value puts everything back; at the end it is put back, too."""
+    parameters = dict.fromkeys(model.parameters())
+    buffers = [(module, dict(module._buffers), module.training) for module in model.modules()]
+    tensors = _Tensors(iter([*parameters, *(each for each in model.buffers())]))
+    grads = {parameter: parameter.grad for parameter in parameters}
+    gradients = _Tensors(each for each in grads.values() if each is not None)
+    others = [(each, copy.deepcopy(each.state_dict())) for each in stateful]
+    optimizers: dict[int, _OptimizerState] = {}
+    drawn = torch.get_rng_state(), random.getstate()
+    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state()
+
+    def see(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) not in optimizers:
+            optimizers[id(optimizer)] = _OptimizerState(optimizer)
+
+    def put_back() -> None:
+        for module, named, training in buffers:
+            module._buffers.clear()
+            module._buffers.update(named)
+            module.training = training
+        tensors.put_back()
+        for parameter, grad in grads.items():
+            parameter.grad = grad
+        gradients.put_back()
+        for optimizer in optimizers.values():
+            optimizer.put_back()
+        for each, state in others:
+            each.load_state_dict(copy.deepcopy(state))
+        torch.set_rng_state(drawn[0])
+        random.setstate(drawn[1])
+        if on_gpu:
+            torch.cuda.set_rng_state_all(on_gpu)
+        if of_numpy is not None:
+            numpy.random.set_state(of_numpy)
+
+    seeing = register_optimizer_step_pre_hook(see)
+    try:
+        yield put_back
+    finally:
+        seeing.remove()
+        put_back()

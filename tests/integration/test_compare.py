@@ -1,0 +1,217 @@
+"""offload.compare: a row a mode, the fastest that fits, and everything as it was."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+
+import offload
+from offload.apply import is_applied
+from offload.compare import Compared, Comparison
+
+WIDTH = 64
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "hybrid": lambda parameters: offload.HybridDeviceOptimizer(parameters, lr=0.1),
+}
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    offload.PipelineOffloadManager.close_instance()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.1), nn.GELU())
+            for _ in range(4)
+        )
+        self.register_buffer("seen", torch.zeros(1))
+        self.seen: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + 1  # bound anew
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def bits(*values: Any) -> list[Any]:
+    """Copies of all that is below, to compare."""
+    return copy.deepcopy(
+        [
+            [value.detach().clone() if isinstance(value, Tensor) else value for value in each]
+            for each in values
+        ]
+    )
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: StepLR) -> list[Any]:
+    state = [
+        value for _, found in sorted(optimizer.state_dict()["state"].items()) for value in found.values()
+    ]
+    return bits(
+        model.parameters(),
+        model.buffers(),
+        (parameter.grad for parameter in model.parameters()),
+        state,
+        [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+        [scheduler.state_dict(), torch.get_rng_state(), random.getstate(), model.training],
+    )
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+class Loop:
+    """A training loop, some steps in."""
+
+    def __init__(self, optimizer: str, steps: int) -> None:
+        torch.manual_seed(0)
+        self.model = Model()
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.scheduler = StepLR(self.optimizer, 1, 0.5)
+        self.fails: Callable[[], None] = lambda: None
+        for _ in range(steps):
+            self.step()
+        for parameter in self.model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+
+    def step(self) -> None:
+        self.model.train()
+        self.optimizer.zero_grad()
+        loss = self.model(torch.randn(8, WIDTH) * (1 + random.random())).square().mean()
+        self.fails()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+
+    def state(self) -> list[Any]:
+        return state_of(self.model, self.optimizer, self.scheduler)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_it_names_the_fastest_and_leaves_every_bit_as_it_was(optimizer: str, steps: int) -> None:
+    loop = Loop(optimizer, steps)
+    loop.model.eval()
+    before = loop.state()
+    table = offload.compare(
+        loop.model,
+        loop.step,
+        modes=[False, "checkpoint", "hidden_states"],
+        stateful=[loop.scheduler],
+        budget_s=0.1,
+    )
+    assert same(loop.state(), before)
+    assert not is_applied(loop.model)
+    assert [row.arguments for row in table.rows] == [
+        {"mode": False},
+        {"mode": "checkpoint"},
+        {"mode": "hidden_states"},
+    ]
+    assert all(row.steps >= 2 and row.step_ms > 0 and not row.why_not for row in table.rows)
+    assert table.best == dict(min(table.rows, key=lambda row: row.step_ms).arguments)
+    assert "mode='hidden_states'" in str(table)
+    assert "on the simulated device" in str(table)
+    assert table.as_dict()["rows"][0]["arguments"] == {"mode": False}
+    loop.step()  # and it trains on
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("of the loop"), ValueError("of the loop")])
+def test_what_a_step_raises_is_raised_and_every_bit_is_as_it_was(error: Any) -> None:
+    loop = Loop("AdamW", 1)
+    before = loop.state()
+    calls = iter(range(100))
+
+    def fails() -> None:
+        if next(calls) == 3:
+            raise error
+
+    loop.fails = fails
+    with pytest.raises(error if isinstance(error, type) else type(error)):
+        offload.compare(
+            loop.model,
+            loop.step,
+            modes=["hidden_states", "checkpoint"],
+            stateful=[loop.scheduler],
+            budget_s=0.1,
+        )
+    assert same(loop.state(), before)
+    assert not is_applied(loop.model)
+
+
+def test_a_mode_without_room_and_one_that_is_refused_are_rows() -> None:
+    loop = Loop("AdamW", 1)
+    before = loop.state()
+    calls = iter(range(100))
+
+    def fails() -> None:
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("the device is full")
+
+    loop.fails = fails
+    table = offload.compare(
+        loop.model,
+        loop.step,
+        modes=["checkpoint", {"mode": "groups", "no_recompute": "*"}, False],
+        stateful=[loop.scheduler],
+        budget_s=0.1,
+    )
+    full, refused, nothing = table.rows
+    assert full.why_not == "the device ran out of memory"
+    assert refused.why_not.startswith("refused: ")
+    assert not nothing.why_not
+    assert table.best == {"mode": False}
+    assert same(loop.state(), before)
+
+
+def test_what_is_above_the_limit_is_no_best() -> None:
+    rows = (
+        Compared(
+            arguments={"mode": False}, steps=2, step_ms=1.0, peak_bytes=3, why_not="its peak is above 2 B"
+        ),
+        Compared(arguments={"mode": "checkpoint"}, steps=2, step_ms=3.0, peak_bytes=1),
+        Compared(arguments={"mode": "auto", "device_total": 2}, steps=2, step_ms=2.0, peak_bytes=2),
+    )
+    table = Comparison(rows, 2)
+    assert table.best == {"mode": "auto", "device_total": 2}
+    assert "3.00" in str(table)  # of nothing
+    with pytest.raises(ValueError, match="no mode can be taken"):
+        _ = Comparison(rows[:1], 2).best
+
+
+def test_limits_of_the_process_are_as_they_were(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop("SGD", 0)
+    offload.configure(offload.OffloadConfig(host_limit_bytes=1 << 30), device="sim")
+    offload.compare(loop.model, loop.step, modes=[{"mode": "groups", "device_limit": "1MB"}], budget_s=0.1)
+    engine = offload.PipelineOffloadManager.get_instance().engine
+    assert engine.config.host_limit_bytes == 1 << 30
+    assert engine.limits.device_limit_bytes is None
+    assert engine.arena.stats().lent_bytes == 0
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    loop = Loop("SGD", 0)
+    handle = offload.apply(loop.model, mode="checkpoint")
+    with pytest.raises(ValueError, match="call remove"):
+        offload.compare(loop.model, loop.step)
+    handle.remove()
+    with pytest.raises(ValueError, match="budget_s"):
+        offload.compare(loop.model, loop.step, budget_s=0)
