@@ -55,12 +55,14 @@ from offload.modules.settings import (
 )
 from offload.modules.steps import Root, Steps
 from offload.modules.watermark import WatermarkRoot, marks_of
-from offload.modules.weights import WeightsRoot, chosen_weights, weights_limit
+from offload.modules.weights import WeightsRoot, check_gradients, chosen_weights, weights_limit
 from offload.planner.explained import Explanation
 from offload.report import Report, ReportStart, report
 from offload.sizes import argument_bytes
 from offload.telemetry.speaker import speaker
-from offload.weights.figures import WeightFigures
+from offload.weights.choose import choose_gradients
+from offload.weights.figures import GradientFigures, WeightFigures
+from offload.weights.gradients import GradientStream
 from offload.weights.hooks import BlockCalls
 from offload.weights.slabs import signature, write_slab
 from offload.weights.stream import WeightStream
@@ -98,7 +100,7 @@ class Applied:
     """What `apply` did to a model.
 
     mode: as it was asked for. groups: names of the modules, by group; a group is offloaded together. weights:
-    what streams of the blocks' weights, None where none does.
+    what streams of the blocks' weights, None where none does. gradients: the same of those on the host.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Applied:
         self._start = None if root is None else ReportStart(marks.default_manager(), "apply")
         self._auto: Auto | None = None
         self._stream: WeightStream | None = None
+        self._gradients: GradientStream | None = None
         self._caching: list[Any] = []  # configs of transformers whose use_cache was switched off
         self._undo = ExitStack()  # all else that it has changed
 
@@ -125,6 +128,12 @@ class Applied:
         """Which weights stream, and what that did in the last step; None without `weights=`."""
         return None if self._stream is None else self._stream.figures
 
+    @property
+    def gradients(self) -> GradientFigures | None:
+        """Which gradients wait on the host, and what that did in the last step; None where none does."""
+        figures = None if self._gradients is None else self._gradients.figures
+        return figures if figures is not None and figures.count else None
+
     def report(self, *, gather: bool = False) -> Report:
         """What was saved, moved and kept since `apply`, by all that is offloaded in this process, and in
         which phase of a step the device's memory is highest. gather: with every rank's figures; then all
@@ -135,19 +144,27 @@ class Applied:
         peak = self._root.peak.text() if isinstance(self._root, ModelRoot) else ""
         found = replace(self._start.report(gather=gather), peak=peak)
         found = replace(found, remark=found.remark or nothing) if self.mode == "checkpoint" else found
-        return found if self.weights is None else replace(found, weights=replace(self.weights))
+        weights, gradients = self.weights, self.gradients
+        return replace(
+            found,
+            weights=None if weights is None else replace(weights),
+            gradients=None if gradients is None else replace(gradients),
+        )
 
-    def explain(self) -> Explanation | WeightFigures:
+    def explain(self) -> Explanation | WeightFigures | GradientFigures:
         """What mode "auto" chose for each block, what it costs, and what a larger budget would save. Blocks
         the host: for about 0.1 s, to solve for that budget. In another mode with `weights=`: what streams,
-        and what a GB more would gain. Raises ValueError in another mode without."""
+        and what a GB more would gain; with `gradients=` alone, what waits. Raises ValueError in another mode
+        without."""
         if self._auto is not None:
             return self._auto.explain()
         if self.weights is not None:
             return replace(self.weights)
+        if self.gradients is not None:
+            return replace(self.gradients)
         raise ValueError(
-            f"explain() on {self!r}: it is of mode='auto', which chooses, and of weights=; report() is of "
-            "every mode"
+            f"explain() on {self!r}: it is of mode='auto', which chooses, and of weights= and gradients=; "
+            "report() is of every mode"
         )
 
     def remove(self, device: torch.device | int | str | None = None) -> None:
@@ -156,7 +173,7 @@ class Applied:
         backward that is still to come finds its tensors. Called again, it does nothing. Raises ValueError
         inside a forward of the model, and where the weights do not fit into what is free on the device, or
         torch.OutOfMemoryError where that is in pieces; all goes on then. Blocks the host for streamed
-        weights; else never."""
+        weights and gradients; else never."""
         root = self._root
         if root is None:
             return
@@ -169,6 +186,8 @@ class Applied:
                 f"remove() of {self!r} inside a forward of its modules, which has hooks open; call it when "
                 "the forward has returned"
             )
+        if self._gradients is not None:
+            self._gradients.remove()
         if self._stream is not None:
             self._stream.remove(where)
         if where is not None and (model := self._model()) is not None:
@@ -210,7 +229,12 @@ class Applied:
         self._undo.callback(HookPair(module, calls.enter, calls.leave, self._root.calls).remove)
         self._taken[module] = self
 
-    def _hook_weights(self, stream: WeightStream | None, blocks: Blocks) -> None:
+    def _hook_weights(
+        self, stream: WeightStream | None, blocks: Blocks, gradients: GradientStream | None, model: nn.Module
+    ) -> None:
+        if gradients is not None:
+            self._gradients = gradients
+            self._hook(model, gradients)
         if stream is None:
             return
         self._stream = stream
@@ -229,7 +253,7 @@ class Applied:
         )
 
     def __repr__(self) -> str:
-        off = self.mode is False and self._stream is None
+        off = self.mode is False and self._stream is None and self._gradients is None
         state = "" if self._root is not None or off else ", removed"
         found = "; ".join(
             f"{group}: {len(names)} module{'s' * (len(names) != 1)}, {names[0]}"
@@ -239,6 +263,9 @@ class Applied:
         what = found or ("nothing" if self.mode is False else "every saved tensor")
         if self.weights is not None:
             what = f"{'no activations' if self.mode is False else what}; {self.weights.line()}"
+        if self.gradients is not None:
+            what = f"{'no activations' if self.mode is False and not self.weights else what}; "
+            what += self.gradients.line()
         return f"<offload.apply({self._name}, mode={self.mode!r}{state}): {what}>"
 
 
@@ -259,11 +286,13 @@ def apply(
     weights: int | str | None = None,
     quantize: str | PathLike[str] | None = None,
     device: torch.device | int | str | None = None,
+    gradients: Literal["host", "device"] | None = None,
 ) -> Applied:
     """Offload what `model` saves for its backward, from its next forward on; with `weights`, also the weights
-    of its blocks, or these alone.
+    of its blocks, and with `gradients` its gradients, or these alone.
 
-    mode: None takes the config's `activation_offloading`, "groups" by default; with `weights`, False.
+    mode: None takes the config's `activation_offloading`, "groups" by default; with `weights` or
+        gradients="host", False.
         "groups": what blocks save, as far as the plan and the limit want it.
         "checkpoint": blocks are recomputed in the backward, and nothing is offloaded.
         "hidden_states": blocks are recomputed in the backward; their input waits on the host.
@@ -317,6 +346,10 @@ def apply(
         read from there, whatever the model has; SlabError where they do not fit it.
     device: where a model with `weights` trains, such as "cuda:1". None: where the engine of this process is,
         the current GPU by default. "cpu" is the simulated device.
+    gradients: "host": the gradients of all parameters of 1 Mi elements and more wait in pinned memory from
+        where a backward has made them on. The next backward adds to them on the device, as torch does, and
+        clipping, scaling, optimizers and the loop find them there when they ask. "device": they stay. None:
+        those of weights that stream wait on the host, others stay.
 
     Raises ValueError for anything that cannot be: no blocks, a pattern that matches nothing, an argument that
     the mode has no use for, modules that are applied already, a mode beside another that it excludes, a
@@ -328,7 +361,7 @@ def apply(
     before = marks.existing_manager()
     config = OffloadConfig() if before is None else before.engine.config
     if mode is None:
-        mode = config.activation_offloading if weights is None else False
+        mode = config.activation_offloading if weights is None and gradients != "host" else False
     mode = check_mode("mode", mode)
     limit_bytes = weights_limit(weights)
     if quantize is not None and weights is None:
@@ -339,9 +372,10 @@ def apply(
         raise ValueError(f'quantize is {quantize!r}, must be "int8" or the path of a slab\'s .manifest.json')
     if device is not None and weights is None:
         raise ValueError(f"device={device!r} without weights=: a model trains where it is; use model.to()")
+    check_gradients(gradients)
     if mode is False:
         _declined.add(model)
-        if weights is None:
+        if weights is None and gradients != "host":
             return Applied(model, mode, {}, None)
     if min_numel is not None:
         check_min_elements(min_numel, "min_numel")
@@ -381,6 +415,8 @@ def apply(
     where = here if device is None else _device_of(device)
     named_blocks = {name: module for named in streamed.values() for name, module in named.items()}
     choice, slab = (None, None) if weights is None else chosen_weights(model, named_blocks, where, quantize)
+    waits = gradients == "host" or (gradients is None and choice is not None)
+    wait = choose_gradients(model, None if gradients == "host" else choice) if waits else []
     if where != here:
         _check_unused(where)
         _check_nothing_waits(before)
@@ -393,6 +429,7 @@ def apply(
         stream = WeightStream(marks.default_manager().engine, model, choice, limit_bytes)
         if slab is not None:
             slab.load_rest(stream.fill)
+    gradient_stream = _gradient_stream(model, wait, stream)
 
     forget_compiled(model)
     everything = "all tensors" if mode in ALL_TENSORS else None
@@ -404,7 +441,7 @@ def apply(
         _steps.add(weights_root)
         handle._undo.callback(_steps.discard, weights_root)
         handle._hook(model, weights_root)
-        handle._hook_weights(stream, streamed)
+        handle._hook_weights(stream, streamed, gradient_stream, model)
         return handle
     root = (
         WatermarkRoot(model, _steps, marks.default_manager, marks_given, min_numel)
@@ -421,7 +458,8 @@ def apply(
     handle = Applied(model, mode, groups, root)
     _steps.add(root)
     handle._undo.callback(_steps.discard, root)
-    handle._hook_weights(stream, streamed)  # first, so that they are inside of the blocks' other hooks
+    # first, so that they are inside of the blocks' other hooks
+    handle._hook_weights(stream, streamed, gradient_stream, model)
     handle._hook(model, root)
     root.watch = Watch(warns=recompute_differs == "warn", moves=mode == "auto", never=never)
     if mode == "auto" and auto is None:
@@ -479,6 +517,24 @@ def _check_unused(where: torch.device) -> None:
             f"device={str(where)!r} beside {handles[0]!r}, which is on another device: one engine copies for "
             "all models of a process; call remove() on that handle first, or use a process for each device"
         )
+
+
+def _gradient_stream(
+    model: nn.Module, wait: Sequence[str], stream: WeightStream | None
+) -> GradientStream | None:
+    """Gradients of these parameters go to the host from now on. Raises HostBudgetError; nothing has moved,
+    and no weight either, then."""
+    if not wait:
+        return None
+    try:
+        found = GradientStream(marks.default_manager().engine, model, wait)
+    except BaseException:
+        if stream is not None:
+            stream.remove()
+        raise
+    if stream is not None:
+        stream.figures.gradients = found.figures
+    return found
 
 
 def is_declined(model: nn.Module) -> bool:

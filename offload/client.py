@@ -5,12 +5,17 @@ One invariant: the engine knows a feature by this class only.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from enum import Enum
+from typing import ParamSpec
 from weakref import WeakKeyDictionary
 
 from offload.telemetry.records import ClientStats, StepStats
 
-__all__ = ["Client", "Clients", "Phase"]
+__all__ = ["Client", "Clients", "Phase", "weakly"]
+
+P = ParamSpec("P")
 
 
 class Phase(Enum):
@@ -61,3 +66,15 @@ class Clients(WeakKeyDictionary[Client, None]):
     def capture_ends(self) -> None:
         for client in list(self):
             client.capture_ends()
+
+
+def weakly(method: Callable[P, None]) -> Callable[P, None]:
+    """Calls a bound method while its object lives, and else does nothing: for hooks, which must not keep the
+    object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: P.args, **keywords: P.kwargs) -> None:
+        if (found := reference()) is not None:
+            found(*arguments, **keywords)
+
+    return call

@@ -7,7 +7,7 @@ is asked to gather, and asking never blocks the device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from offload.marks import existing_manager
 from offload.sizes import bytes_text
 from offload.telemetry.figures import Figures, Ledger
 from offload.telemetry.verdict import verdict
-from offload.weights.figures import WeightFigures
+from offload.weights.figures import GradientFigures, WeightFigures
 
 __all__ = ["Report", "ReportStart", "report"]
 
@@ -66,6 +66,9 @@ class Report:
     weights: WeightFigures | None = None
     """Figures of weights that stream, in a report of a handle with `weights=`."""
 
+    gradients: GradientFigures | None = None
+    """Figures of gradients that wait on the host."""
+
     ranks: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
@@ -85,6 +88,7 @@ class Report:
             "verdict": self.verdict,
             "peak": self.peak,
             "weights": None if self.weights is None else self.weights.as_dict(),
+            "gradients": None if self.gradients is None else asdict(self.gradients),
             "last_step": self.last_step,
             "ranks": {rank: dict(figures) for rank, figures in self.ranks.items()},
         }
@@ -92,8 +96,8 @@ class Report:
     @property
     def verdict(self) -> str:
         """What left the device, what a step waits for it, and the next change to make: two lines; "" before
-        a step has ended, or where only weights were to leave."""
-        if self.last is None or (self.weights is not None and not self.total.groups):
+        a step has ended, or where only weights or gradients were to leave."""
+        if self.last is None or (self._streamed is not None and not self.total.groups):
             return ""
         line = verdict(
             held_bytes=self.last.peak_bytes,
@@ -104,16 +108,21 @@ class Report:
         )
         return f"offload: {line}\n{self._next(self.last)}"
 
+    @property
+    def _streamed(self) -> WeightFigures | GradientFigures | None:
+        """Weights' have those of gradients in them."""
+        return self.weights or self.gradients
+
     def __str__(self) -> str:
         steps = self.total.steps
         title = f"offload report: {steps:,} step{'s' * (steps != 1)} since {self.since}"
         if not steps:
             none = f"{title}; {self.remark or 'no step with offload has ended yet'}"
-            return none if self.weights is None else f"{none}\n\n{self.weights}"
+            return none if self._streamed is None else f"{none}\n\n{self._streamed}"
         parts = [*filter(None, [self.verdict]), f"{title}{self.link and ', ' + self.link}"]
         parts += [self.remark] if self.remark and self.remark not in self.verdict else []
         parts.append(self._figures())
-        parts += [str(each) for each in (self.weights, self.peak) if each]
+        parts += [str(each) for each in (self._streamed, self.peak) if each]
         parts += [table for table in (self._groups(), self._stayed(), self._ranks()) if table]
         return "\n\n".join(parts)
 

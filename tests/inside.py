@@ -15,6 +15,7 @@ from offload.memory.arena import Block
 from offload.transfer import engine as transfers
 from offload.transfer.limits import CONFIG, DEFAULT, PLAN, Cap, Contributor
 from offload.weights import choose
+from offload.weights.gradients import GradientStream
 from offload.weights.stream import WeightStream
 
 _imposed: weakref.WeakKeyDictionary[OffloadEngine, Contributor] = weakref.WeakKeyDictionary()
@@ -55,6 +56,12 @@ def streaming_of(handle: Applied) -> WeightStream:
     """The stream of a handle with weights=."""
     assert handle._stream is not None
     return handle._stream
+
+
+def gradients_of(handle: Applied) -> GradientStream:
+    """What keeps the gradients of a handle on the host."""
+    assert handle._gradients is not None
+    return handle._gradients
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from offload.weights.choose import Choice, choose, quantize
 from offload.weights.hooks import refuse_recorded_graphs
 from offload.weights.slabs import Slab
 
-__all__ = ["WeightsRoot", "chosen_weights", "weights_limit"]
+__all__ = ["WeightsRoot", "check_gradients", "chosen_weights", "weights_limit"]
 
 
 class _Running(threading.local):
@@ -74,6 +74,15 @@ def weights_limit(weights: int | str | None) -> int | None:
     if weights is None or weights == "host":
         return None
     return argument_bytes(weights, name='weights, which is "host" or a size,', of_bytes=gpu_bytes(), least=0)
+
+
+def check_gradients(gradients: str | None) -> None:
+    """Raises ValueError for another value of `gradients=` than there is."""
+    if gradients not in (None, "host", "device"):
+        raise ValueError(
+            f'gradients is {gradients!r}, must be "host", "device", or None, which is "host" for the weights '
+            "that stream"
+        )
 
 
 def chosen_weights(

@@ -16,11 +16,12 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from offload.client import weakly
 from offload.compile.untraced import untraced
 from offload.engine import OffloadEngine
 from offload.optim.stepping import HostedSteps
@@ -33,7 +34,6 @@ logger = speaker(__name__)
 
 _OWNER = "_offload_step"  # attribute of what is awaited: (steps, index)
 
-P = ParamSpec("P")
 
 class _Awaited(Watched):
     """Waits at the first touch. Never made, only put in place of a tensor's class."""
@@ -190,15 +190,3 @@ class _Hook:
 
 def _no_watch() -> None:
     """The watch of a copied hook: none."""
-
-
-def weakly(method: Callable[P, None]) -> Callable[P, None]:
-    """Calls a bound method while its object lives, and else does nothing: for hooks, which must not keep the
-    object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*arguments: P.args, **keywords: P.kwargs) -> None:
-        if (found := reference()) is not None:
-            found(*arguments, **keywords)
-
-    return call

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offload.weights.watched import StreamedWeight
 from offload.weights.weight import Weight
 
-__all__ = ["LEAST_NUMEL", "Choice", "choose", "quantize"]
+__all__ = ["LEAST_NUMEL", "Choice", "choose", "choose_gradients", "quantize"]
 
 LEAST_NUMEL = 1 << 20
 """Elements: a smaller parameter of a block is resident. Norms and biases are many copies and few bytes."""
@@ -39,6 +40,27 @@ class Choice:
     @property
     def streamed_bytes(self) -> int:
         return sum(weight.nbytes for weights in self.blocks.values() for weight in weights)
+
+
+def choose_gradients(model: nn.Module, streamed: Choice | None) -> list[str]:
+    """Parameters whose gradients may wait on the host, by name: all large ones, or those in `streamed`.
+    Raises ValueError for parameters that FSDP manages, and where none is trained."""
+    if streamed is not None:
+        return [weight.name for each in streamed.blocks.values() for weight in each]
+    _refuse_fsdp(model, 'gradients="host"')
+    found = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if type(parameter) in (nn.Parameter, StreamedWeight) and parameter.numel() >= LEAST_NUMEL
+    }
+    if not any(parameter.requires_grad for parameter in found.values()):
+        trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+        raise ValueError(
+            f'apply(gradients="host") finds no gradient of {type(model).__name__} that is worth a copy: '
+            f"{len(trained)} parameters are trained, the largest has {max(trained, default=0):,} elements, "
+            f"and {LEAST_NUMEL:,} are the least; leave gradients out"
+        )
+    return [*found]
 
 
 def choose(
@@ -105,7 +127,7 @@ def quantize(choice: Choice, model: nn.Module) -> None:
         )
 
 
-def _refuse(model: nn.Module, where: torch.device) -> None:
+def _refuse_fsdp(model: nn.Module, asked: str) -> None:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     kinds = tuple(
         getattr(fsdp, kind) for kind in ("FSDPModule", "FullyShardedDataParallel") if fsdp is not None
@@ -113,11 +135,15 @@ def _refuse(model: nn.Module, where: torch.device) -> None:
     for name, module in model.named_modules():
         if kinds and isinstance(module, kinds):
             raise ValueError(
-                f"apply(weights=...) on {type(model).__name__}, whose parameters FSDP manages "
+                f"apply({asked}) on {type(model).__name__}, whose parameters FSDP manages "
                 f"({name or 'the model itself'}): it frees and refills them itself. Keep its shards on the "
                 "host with fully_shard(..., offload_policy=CPUOffloadPolicy()), stepped by "
                 "FSDPGPUOptimizerWrapper; and offload activations with apply(mode=...)"
             )
+
+
+def _refuse(model: nn.Module, where: torch.device) -> None:
+    _refuse_fsdp(model, "weights=...")
     for name, parameter in model.named_parameters():
         if parameter.device.type not in ("cpu", "meta") and parameter.device != where:
             raise ValueError(

@@ -10,7 +10,47 @@ from typing import Any
 
 from offload.sizes import bytes_text
 
-__all__ = ["WeightFigures"]
+__all__ = ["GradientFigures", "WeightFigures"]
+
+
+@dataclass(slots=True, kw_only=True)
+class GradientFigures:
+    """Gradients that wait on the host.
+
+    | name | | unit |
+    |---|---|---|
+    | count, host_bytes | parameters whose gradients do, and the host memory that is kept for them | , bytes |
+    | window_bytes | of them on the device at once | bytes |
+    | in_bytes, out_bytes | of the last step, to the device and to the host | bytes |
+    | stall_ms | of the step before it: compute waited for a gradient that came | ms |
+    | misses | uses in all steps that nobody had fetched ahead | |
+    | steps | that have ended with a copy | |
+    """
+
+    window_bytes: int
+    count: int = 0
+    host_bytes: int = 0
+    in_bytes: int = 0
+    out_bytes: int = 0
+    stall_ms: float = 0.0
+    misses: int = 0
+    steps: int = 0
+
+    def line(self) -> str:
+        """In a line for the handle."""
+        return (
+            f"gradients of {self.count:,} parameters, {bytes_text(self.host_bytes)}, wait on the host, "
+            f"at most {bytes_text(self.window_bytes)} of them on the device"
+        )
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return f"{self.line()}\n  no step has ended yet"
+        return (
+            f"{self.line()}\n  last step: {bytes_text(self.in_bytes)} to the device, "
+            f"{bytes_text(self.out_bytes)} to the host; compute waited {self.stall_ms:,.1f} ms for them in "
+            "the step before"
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,6 +68,7 @@ class WeightFigures:
     | steps | that have ended with a use | |
     | compute_ms | of the step that was measured, without waits | ms |
     | next_gb_ms | what a GB more of weights= would take off a step, by calculation | ms |
+    | gradients | of those weights, or of all | |
     """
 
     blocks: int
@@ -44,6 +85,7 @@ class WeightFigures:
     steps: int = 0
     compute_ms: float | None = None
     next_gb_ms: float | None = None
+    gradients: GradientFigures | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """By name, as plain values for JSON."""
@@ -61,13 +103,14 @@ class WeightFigures:
         )
 
     def __str__(self) -> str:
+        rest = [str(self.gradients)] if self.gradients is not None and self.gradients.count else []
         lines = [self.line()]
         lines += [
             f"  resident, {why}: {number:,} parameter{'s' * (number != 1)}, {bytes_text(nbytes)}"
             for why, (number, nbytes) in self.resident.items()
         ]
         if not self.steps:
-            return "\n".join([*lines, "  no step has ended yet"])
+            return "\n".join([*lines, "  no step has ended yet", *rest])
         lines.append(
             f"  last step: {bytes_text(self.in_bytes)} to the device, {bytes_text(self.out_bytes)} to the "
             f"host; {self.hits:,} uses found their block there or on its way, {self.misses:,} did not; "
@@ -79,4 +122,4 @@ class WeightFigures:
                 f"  a step computes {self.compute_ms:,.1f} ms between its waits for weights; 1 GB more of "
                 f"weights= would take {gain} off it"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *rest])

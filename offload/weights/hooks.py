@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from offload.errors import OffloadError
-from offload.weights.weight import BlockWeights, Close, Holder, Weight
+from offload.weights.weight import BlockHolder, BlockWeights, Close, Weight
 
 __all__ = ["BlockCalls", "HostState", "refuse_recorded_graphs", "refuse_without_values"]
 
@@ -20,7 +20,7 @@ __all__ = ["BlockCalls", "HostState", "refuse_recorded_graphs", "refuse_without_
 class BlockCalls:
     """The hooks of a block, as `HookPair` calls them."""
 
-    def __init__(self, stream: Holder, block: BlockWeights) -> None:
+    def __init__(self, stream: BlockHolder, block: BlockWeights) -> None:
         self._stream = stream
         self._block = block
         self._compiled: object = None  # that was looked at
@@ -68,9 +68,9 @@ class HostState:
     def __init__(self, weight: Weight | None = None) -> None:
         self._weight: Callable[[], Weight | None] = _of_a_copy if weight is None else weakref.ref(weight)
 
-    def _here(self, module: nn.Module) -> tuple[Weight, Holder] | None:
+    def _here(self, module: nn.Module) -> tuple[Weight, BlockHolder] | None:
         weight = self._weight()
-        stream: Holder | None = None if weight is None else weight.holder()
+        stream = None if weight is None else cast("BlockHolder | None", weight.holder())
         return (weight, stream) if weight and stream and weight.module() is module else None
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -19,12 +19,12 @@ from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.ids import Owner
 from offload.transfer.admission import Priority
-from offload.weights.residency import CLIENT, Residency
+from offload.weights.residency import Residency
 from offload.weights.saves import pack
 from offload.weights.watched import make_plain, orphan, watch
 from offload.weights.weight import BlockWeights, Weight, give_memory, has_own_storage, written
 
-__all__ = ["Parameters"]
+__all__ = ["Parameters", "close_behind"]
 
 _WORTH_A_RELEASE = 20
 """A release of cached device memory has to be of a twentieth of what is reserved."""
@@ -142,7 +142,7 @@ class Parameters:
                 )
             device.wait(device.d2h, device.record(device.compute), "weights out")
             pairs = [(weight.master, flat)]
-            weight.block.left = self._engine.copier.of(Owner(CLIENT, weight.name)).send(pairs)
+            weight.block.left = self._engine.copier.of(Owner("weights", weight.name)).send(pairs)
             device.wait(device.compute, weight.block.left, "weights gone")
 
     def _take_in(self, weight: Weight) -> None:
@@ -168,7 +168,7 @@ class Parameters:
                 device.note_write(device.compute, parameter)
                 device.wait(device.d2h, device.record(device.compute), "weights out")
                 pairs = [(master, weight.on_device)]
-                weight.block.left = self._engine.copier.of(Owner(CLIENT, weight.name)).send(pairs)
+                weight.block.left = self._engine.copier.of(Owner("weights", weight.name)).send(pairs)
                 device.wait(device.compute, weight.block.left, "weights gone")
             device.free(weight.storage)
         self._engine.hooks.streamed[weight.storage._cdata] = partial(pack, weight=weight, use=self._use)
@@ -387,14 +387,20 @@ def _nobody() -> None:
 def _module_is_gone(engine: OffloadEngine, weight: Weight) -> None:
     """The host memory of its weight goes back behind the copies in flight, and its device memory with the
     parameter. On any thread, so without a lock."""
-    device, block = engine.device, weight.block
+    block = weight.block
     if weight not in block.weights:
         return  # `give_back` was first
+    engine.hooks.streamed.pop(weight.storage._cdata, None)
+    close_behind(engine, weight)
+    block.weights.remove(weight)
+
+
+def close_behind(engine: OffloadEngine, weight: Weight) -> None:
+    """Give its host memory back behind its copies in flight. Takes no lock."""
+    device, block = engine.device, weight.block
     if block.arrived is not None:
         device.wait(device.d2h, block.arrived, "weights home")
     after = device.record(device.d2h)
     if block.present and block.home is not None:
         device.wait(block.home, after, "weights gone")
-    engine.hooks.streamed.pop(weight.storage._cdata, None)
     weight.close_later(after)
-    block.weights.remove(weight)

@@ -63,19 +63,21 @@ from offload.transfer.admission import Direction, Priority
 from offload.transfer.stalls import Stall
 from offload.weights.weight import BlockWeights, Weight
 
-__all__ = ["CLIENT", "Residency"]
+__all__ = ["Residency"]
 
 logger = speaker(__name__)
 
-CLIENT = "weights"
-
 
 class Residency:
-    """The device's share of some blocks. window_bytes: of the blocks that the plan does not keep, on the
-    device at once. Called under the engine's lock; blocks the host: never, but for `flush`."""
+    """The device's share of some blocks. client: whose copies they are. window_bytes: of the blocks that the
+    plan does not keep, on the device at once. Called under the engine's lock; blocks the host: never, but for
+    `flush`."""
 
-    def __init__(self, engine: OffloadEngine, blocks: Sequence[BlockWeights], window_bytes: int) -> None:
+    def __init__(
+        self, engine: OffloadEngine, client: str, blocks: Sequence[BlockWeights], window_bytes: int
+    ) -> None:
         self._engine = engine
+        self._client = client
         self.device: Device = engine.device
         self.blocks = blocks
         self.window_bytes = window_bytes
@@ -88,7 +90,7 @@ class Residency:
     def load(self, block: BlockWeights, priority: Priority) -> bool:
         """Bring the block in. False, and nothing has moved, where admission or the device's memory refuses
         one that is not REQUIRED. Order: [Order: weights room], [Order: weights home]."""
-        device, copier, owner = self.device, self._engine.copier, Owner(CLIENT, block.name)
+        device, copier, owner = self.device, self._engine.copier, Owner(self._client, block.name)
         lease = copier.ask(block.link_bytes, Direction.H2D, owner, priority)
         if lease is None:
             return False
@@ -189,9 +191,8 @@ class Residency:
             block.readers[id(lane)] = lane
             assert block.arrived is not None
             self._wait(lane, block.arrived, "weights here")
-        with torch._C.DisableTorchFunctionSubclass():
-            for weight in block.weights:
-                device.note_read(lane, weight.parameter)
+        for weight in block.weights:
+            device.note_read(lane, weight.on_device)
         return found
 
     def _in_room(self, block: BlockWeights, order: Iterable[int], bring: Callable[[], object]) -> None:
@@ -219,7 +220,7 @@ class Residency:
         for lane in block.readers.values():
             device.wait(device.d2h, device.record(lane), "weights out")
         pairs = [(weight.master, weight.on_device) for weight in written]
-        block.left = self._engine.copier.of(Owner(CLIENT, block.name)).send(pairs)
+        block.left = self._engine.copier.of(Owner(self._client, block.name)).send(pairs)
         for weight in written:
             weight.dirty = False
             self.out_bytes += weight.nbytes

@@ -7,15 +7,46 @@ read, in whatever order the backward makes it, loads first.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from offload.errors import OffloadError
 from offload.saved.handles import modified
-from offload.weights.weight import Weight
+from offload.saved.hooks import SavedTensorHooks, inside_checkpoint
+from offload.weights.weight import Close, Weight
 
-__all__ = ["pack"]
+__all__ = ["CopiedSave", "open_saves", "pack"]
+
+
+class _TakesNothing:
+    """A scope under which saves stay as they are, but for those of streamed weights."""
+
+    min_elements = 1 << 62
+
+    def take(self, tensor: Tensor) -> None:
+        return None
+
+    def note_replayed(self, tensor: Tensor) -> None:
+        return None
+
+
+def open_saves(hooks: SavedTensorHooks) -> tuple[Close, bool]:
+    """What is saved of streamed weights from here on keeps no bytes, until the function that is returned is
+    called. A checkpoint keeps none in its forward, and in its recompute an alias. And whether torch admits
+    saved-tensor hooks here: the weights have to stay where it does not."""
+    if hooks.sees_saves():
+        return None, True
+    if inside_checkpoint():
+        return (hooks.pop_aliases if hooks.push_aliases() else None), True
+    if (
+        torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    ):
+        # also without gradients: they may be switched on inside
+        return partial(hooks.pop, hooks.push(_TakesNothing())), True
+    return None, not torch.is_grad_enabled()
 
 
 def pack(tensor: Tensor, *, weight: Weight, use: Callable[[Weight], None]) -> _WeightSave | None:
@@ -58,3 +89,17 @@ class _WeightSave:
         self._use(weight)
         storage = alias.untyped_storage()
         return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._layout)
+
+
+class CopiedSave:
+    """What the graph keeps of a gradient on the host: a copy, because the next backward writes the gradient,
+    and clearing it gives its bytes up."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self._copy = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            ).copy_(tensor)
+
+    def read(self) -> Tensor:
+        return self._copy

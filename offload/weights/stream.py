@@ -15,7 +15,6 @@ import fnmatch
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from offload.client import Client
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError
 from offload.params.sections import check_budget
-from offload.saved.hooks import inside_checkpoint
 from offload.sizes import bytes_text
 from offload.telemetry.records import ClientStats
 from offload.telemetry.speaker import Once, speaker
@@ -39,7 +37,8 @@ from offload.weights.keep import Plan, Size, best_plans, first_plan, least_windo
 from offload.weights.measured import Measured, MeasuredStep
 from offload.weights.order import Order, Pass, Use
 from offload.weights.parameters import Parameters
-from offload.weights.residency import CLIENT, Residency
+from offload.weights.residency import Residency
+from offload.weights.saves import open_saves
 from offload.weights.watched import make_plain, watch
 from offload.weights.weight import BlockWeights, Close, Weight, is_alone, written
 
@@ -49,18 +48,6 @@ logger = speaker(__name__)
 
 _TOO_SLOW = 1.2
 """Of a step with all weights on the device: what takes longer is said."""
-
-
-class _TakesNothing:
-    """A scope under which saves stay as they are, but for those of streamed weights."""
-
-    min_elements = 1 << 62
-
-    def take(self, tensor: Tensor) -> None:
-        return None
-
-    def note_replayed(self, tensor: Tensor) -> None:
-        return None
 
 
 def _outside_transforms() -> AbstractContextManager[object]:
@@ -76,7 +63,7 @@ class WeightStream(Client):
     nothing has changed then. Blocks the host while memory is pinned and the weights move.
     """
 
-    name = CLIENT
+    name = "weights"
 
     def __init__(
         self, engine: OffloadEngine, model: nn.Module, choice: Choice, limit_bytes: int | None
@@ -101,7 +88,7 @@ class WeightStream(Client):
         check_budget(engine.arena, self._host_bytes, what, "name fewer blocks")
         self._asked_bytes = limit_bytes or 0
         self.limit_bytes = max(self._asked_bytes, least)
-        self.residency = Residency(engine, self.blocks, least)
+        self.residency = Residency(engine, self.name, self.blocks, least)
         self.order = Order()
         self.figures = WeightFigures(
             blocks=len(self.blocks),
@@ -161,22 +148,10 @@ class WeightStream(Client):
         return self._open_pair((block,))
 
     def _open_pair(self, blocks: Collection[BlockWeights]) -> Close:
-        """What is saved of the blocks' weights from here on keeps no bytes, until the function that is
-        returned is called. A checkpoint keeps none in its forward, and in its recompute an alias. Where torch
-        admits no saved-tensor hooks the blocks stay, which is said once."""
-        hooks = self._engine.hooks
-        if hooks.sees_saves():
-            return None
-        if inside_checkpoint():
-            return hooks.pop_aliases if hooks.push_aliases() else None
-        if (
-            torch._C._functorch.peek_interpreter_stack() is None
-            and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-        ):
-            # also without gradients: they may be switched on inside
-            return partial(hooks.pop, hooks.push(_TakesNothing()))
-        if not torch.is_grad_enabled():
-            return None
+        """As `open_saves`; where torch admits no saved-tensor hooks the blocks stay, which is said once."""
+        close, admitted = open_saves(self._engine.hooks)
+        if admitted:
+            return close
         for block in blocks:
             block.pinned = True
         if self._said.first("transformed"):
@@ -187,7 +162,7 @@ class WeightStream(Client):
                 "no such limit",
                 self.model_name,
             )
-        return None
+        return close
 
     def leave(self, block: BlockWeights, close: Close) -> None:
         """As Holder."""

@@ -17,9 +17,9 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,9 @@ from torch.optim.optimizer import _foreach_supported_types
 
 from offload.errors import OffloadError
 from offload.params.watched import READ_NO_BYTES, Watched, accessors, methods, untouched, watched_in
-from offload.weights.weight import Holder, Weight, written
+from offload.weights.weight import GradientHolder, Holder, Weight, written
 
-__all__ = ["StreamedWeight", "make_plain", "orphan", "owner_of", "watch"]
+__all__ = ["StreamedGradient", "StreamedWeight", "make_plain", "orphan", "owner_of", "watch"]
 
 _OWNER = "_offload_weight"  # attribute of what is watched: a weak reference to its Weight
 
@@ -58,6 +58,10 @@ _ADDRESS = methods(
 """What hands out an address, or changes it."""
 
 _BACKWARDS = {torch.autograd.grad, torch.autograd.backward}
+
+_ASKED_BY_COLLECTIVES = methods("is_complex")
+_COLLECTIVES = "torch.distributed.distributed_c10d"
+"""Whose functions hand a tensor to C++, which would read bytes that are not there; they ask that first."""
 
 _LISTS = re.compile("_foreach_|_fused_|_amp_foreach_")
 """Names of calls that compute each tensor of their lists by itself."""
@@ -135,8 +139,32 @@ class StreamedWeight(Watched):
         return on_host.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
 
+class StreamedGradient(StreamedWeight):
+    """A gradient on the host, or an alias of one."""
+
+    @classmethod
+    def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if func in _ASKED_BY_COLLECTIVES and sys._getframe(2).f_globals.get("__name__") == _COLLECTIVES:
+            cls.stay(args)
+            return func(*args, **kwargs)
+        return super().touch(func, args, kwargs)
+
+    @classmethod
+    def stay(cls, found: Any) -> None:
+        """Those among `found` are on the device, and torch's own, until the next backward has added to
+        them."""
+        for tensor in watched_in(found, cls):
+            gradient = owner_of(tensor)
+            cast(GradientHolder, holder_of(gradient)).let_go(gradient)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self.detach().clone(memory_format=torch.preserve_format)
+        return memo[id(self)]
+
+
 # as torch's own DTensor does: an optimizer takes foreach by default where all weights are of these types
-_foreach_supported_types.append(StreamedWeight)
+_foreach_supported_types += [StreamedWeight, StreamedGradient]
 
 
 # -- putting the class in place ------------------------------------------------------------------------------
@@ -147,13 +175,13 @@ def watch(tensor: Tensor, weight: Weight) -> None:
         said[_OWNER] = weakref.ref(weight)
     if type(tensor) is nn.Parameter:
         said["_is_param"] = True
-    tensor.__class__ = StreamedWeight
+    tensor.__class__ = StreamedGradient if weight.is_gradient else StreamedWeight
 
 
 def make_plain(tensor: Tensor, *, for_good: bool = False) -> None:
     """torch's own class again. for_good: nobody owns it any more."""
     said = vars(tensor)
-    if type(tensor) is StreamedWeight:
+    if isinstance(tensor, StreamedWeight):
         plain: Any = nn.Parameter if said.pop("_is_param", False) else Tensor
         tensor.__class__ = plain
     if for_good:
@@ -191,13 +219,20 @@ def holder_of(weight: Weight) -> Holder:
 
 
 # -- doing what was asked ------------------------------------------------------------------------------------
+def _held(owners: Sequence[Weight]) -> ExitStack:
+    """Inside, they are on the device, whoever holds them."""
+    with ExitStack() as held:
+        for holder in dict.fromkeys(holder_of(weight) for weight in owners):
+            held.enter_context(holder.hold([each for each in owners if holder_of(each) is holder]))
+        return held.pop_all()
+
+
 def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     found = list(watched_in((args, kwargs), StreamedWeight))
     owners = [owner_of(tensor) for tensor in found]
     if not owners:
         return func(*args, **kwargs)
-    holder = holder_of(owners[0])
-    with holder.hold(owners):
+    with _held(owners):
         if func in _AS_ARRAY:  # of a copy: an array would outlive the bytes, and what is written be lost
             with torch.no_grad() if kwargs.get("force") else nullcontext():
                 result = untouched(func, (untouched(Tensor.clone, args[:1], {}), *args[1:]), kwargs)
@@ -207,10 +242,11 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         result = untouched(func, args, kwargs)
         name = str(getattr(func, "__name__", ""))
         out = [*watched_in(kwargs.get("out"), StreamedWeight)]
+        only_weights = "fused" in name and kwargs.get("grad_scale") is None
         for tensor, weight, version in zip(found, owners, versions, strict=True):
-            silent = "fused" in name or any(tensor is each for each in out)
-            if silent or _version(tensor) != version:
-                holder.wrote(weight)
+            silent = ("fused" in name and not (only_weights and weight.is_gradient)) or "_amp_" in name
+            if silent or any(tensor is each for each in out) or _version(tensor) != version:
+                holder_of(weight).wrote(weight)
         return _aliases_in(result, owners)
 
 
@@ -286,7 +322,7 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
         if tensor.is_set_to(value):
             return
     read = (weight, owner_of(value)) if isinstance(value, StreamedWeight) else (weight,)
-    with holder_of(weight).hold(read), torch.no_grad():
+    with _held(read), torch.no_grad():
         own = untouched(Tensor.clone, (value,), {"memory_format": torch.preserve_format})
     holder_of(weight).set_data(weight, own)
 

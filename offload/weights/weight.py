@@ -31,8 +31,10 @@ from offload.params.sections import FlatSpec, HostSection
 from offload.params.watched import Watched, watched_in
 
 __all__ = [
+    "BlockHolder",
     "BlockWeights",
     "Close",
+    "GradientHolder",
     "Holder",
     "Weight",
     "give_memory",
@@ -91,13 +93,7 @@ def give_memory(tensor: Tensor, own: Tensor) -> None:
 
 
 class Holder(Protocol):
-    """Who streams a weight, as its watched class and hooks of modules ask."""
-
-    def enter(self, block: BlockWeights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Close:
-        """A forward of the block begins, or a recompute. Returns what is called at its end."""
-
-    def leave(self, block: BlockWeights, close: Close) -> None:
-        """It is over, or was left by an exception."""
+    """Who brings a weight, or a gradient, to the device and takes it away, as its watched class asks."""
 
     def hold(self, weights: Collection[Weight]) -> AbstractContextManager[None]:
         """Inside, their blocks are on the device, for the current lane."""
@@ -110,6 +106,23 @@ class Holder(Protocol):
 
     def host_copy(self, weight: Weight) -> Tensor:
         """A view of its master on the CPU, which has the newest bytes."""
+
+
+class GradientHolder(Holder, Protocol):
+    """Who keeps gradients on the host."""
+
+    def let_go(self, weight: Weight) -> None:
+        """The gradient is on the device, and torch's own, until the next backward has added to it."""
+
+
+class BlockHolder(Holder, Protocol):
+    """Who streams the weights of blocks, as hooks of modules ask."""
+
+    def enter(self, block: BlockWeights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Close:
+        """A forward of the block begins, or a recompute. Returns what is called at its end."""
+
+    def leave(self, block: BlockWeights, close: Close) -> None:
+        """It is over, or was left by an exception."""
 
     def refresh(self, weight: Weight) -> None:
         """What `host_copy` gave has the newest bytes."""
@@ -141,6 +154,8 @@ class Weight:
     | without_values | it is on meta, and waits for load_weights | `rest` |
     | block, holder | its BlockWeights, and a weak reference to its WeightStream | they |
     """
+
+    is_gradient = False
 
     def __init__(self, parameter: nn.Parameter, name: str, module: nn.Module, attribute: str) -> None:
         self.parameter: Tensor = parameter

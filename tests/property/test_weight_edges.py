@@ -30,7 +30,9 @@ from tests.inside import streaming_of, streams_from
 from tests.property.test_edges import edge_titles
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted((ROOT / "offload" / "weights").rglob("*.py"))
+SOURCES = sorted(
+    path for path in (ROOT / "offload" / "weights").rglob("*.py") if path.name != "gradients.py"
+)
 WIDTH, STEPS = 16, 4
 
 
@@ -80,7 +82,7 @@ def managed(device: SimDevice) -> Iterator[None]:
 def trained(device: SimDevice) -> None:
     model = net()
     with managed(device):
-        handle = offload.apply(model, weights="host")
+        handle = offload.apply(model, weights="host", gradients="device")
         train(model)
         handle.remove()
     train(plain := net())
@@ -110,7 +112,7 @@ def fetched_by_another_lane(device: SimDevice) -> None:
     fetches it back."""
     model = net()
     with managed(device):
-        handle = offload.apply(model, weights="host")
+        handle = offload.apply(model, weights="host", gradients="device")
         train(model)
         with torch.no_grad():
             model[2].up.weight.mul_(2)

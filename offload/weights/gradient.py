@@ -1,0 +1,106 @@
+"""One parameter's gradient that waits on the host: the tensor that is `p.grad`, and its bytes there.
+
+One invariant: a gradient's tensor is held weakly, so `p.grad = None` ends it as without this. Its host bytes
+are the parameter's, for the next gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from offload.device import Device, Lane
+from offload.weights.weight import BlockWeights, Weight
+
+__all__ = ["Gradient", "may_leave"]
+
+
+def _nothing() -> None:
+    """The gradient before there is one."""
+
+
+class Gradient(Weight):
+    """Of the parameter that a module has by a name, its owner. It comes and goes alone, so its block has one
+    weight: itself, or none where the parameter has no gradient that is known here.
+
+    index: of the owner among those whose gradients wait on the host.
+    """
+
+    is_gradient = True
+
+    def __init__(
+        self, owner: nn.Parameter, name: str, module: nn.Module, attribute: str, index: int, device: Device
+    ) -> None:
+        self._tensor: Callable[[], Tensor | None] = _nothing
+        super().__init__(owner, name, module, attribute)
+        self._tensor = _nothing
+        self.block = BlockWeights(index, name, device, [])
+
+    @property
+    def owner(self) -> Tensor | None:
+        """The parameter that the module has now; None where the module is gone, or has none."""
+        module = self.module()
+        return None if module is None else module._parameters.get(self.attribute)
+
+    @property
+    def now(self) -> Tensor | None:
+        """Its `grad`."""
+        return None if (owner := self.owner) is None else owner.grad
+
+    @property
+    def parameter(self) -> Tensor:
+        """The gradient; where nobody has it the owner, which is as large."""
+        found = self._tensor()
+        found = self.owner if found is None else found
+        return torch.empty(0) if found is None else found
+
+    @parameter.setter
+    def parameter(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a gradient whose bytes come and go."""
+        return bool(self.block.weights)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The gradient, if somebody has it, and what was made of it."""
+        found = self._tensor()
+        return self.aliases() if found is None else [found, *self.aliases()]
+
+    @property
+    def is_owners(self) -> bool:
+        """Whether it is the parameter's gradient still, and not what was that before."""
+        return self.known and (found := self.now) is not None and found is self._tensor()
+
+    def take(self, tensor: Tensor, lane: Lane) -> None:
+        """`tensor`, made on `lane`, is the gradient, and on the device."""
+        block = self.block
+        self.parameter = tensor
+        self.rest()
+        block.weights[:] = [self]
+        block.present, block.pinned, block.home = True, False, lane
+        block.readers = {id(lane): lane}
+        block.arrived = block.device.record(lane)
+
+    def forget(self) -> None:
+        """It comes and goes no more."""
+        self.block.weights.clear()
+        self._aliases.clear()
+        self.block.present = self.dirty = False
+        del self.storage, self.on_device
+
+
+def may_leave(gradient: Tensor, device: Device) -> bool:
+    """Whether a gradient is plain and dense, part of no graph, and on the device."""
+    return (
+        type(gradient) is Tensor
+        and gradient.layout is torch.strided
+        and not (gradient.requires_grad or gradient.is_inference())
+        and device.owns(gradient)
+        and torch.empty_like(gradient, device="meta").stride() == gradient.stride()
+    )

@@ -1,0 +1,436 @@
+"""The gradients of one model on the host: an accumulator comes to the device before torch adds to it, and
+goes back after.
+
+    before a parameter's AccumulateGrad    its gradient is on the device, or comes; what comes next is fetched
+    after it                               it is final in this backward
+    in the next hook of any parameter      it goes: a copy to the host beside compute, its memory behind that.
+                                           Not in the same one: hooks that come after ours may still use it
+    the backward's end                     so goes the last; all of them where DistributedDataParallel reduces
+                                           them then
+    a use from outside                     through the class of what is watched, as of a streamed weight
+
+One invariant: torch itself makes every addition, on the device and in its own order, so that the bits are its
+own. Bytes cross by `Residency`, whose ordering notes hold for gradients, too.
+
+# [Order: gradients home]
+# hazard  WAR: `d2h` writes a gradient's host bytes while `h2d` still reads those of the one before, which was
+#         fetched and then thrown away; another lane may have made the new one.
+# edge    the block keeps the event of its last way in; d2h waits for it before the first way out.
+# alive   the gradient's section.
+# proof   tests/property/test_gradient_edges.py, edge "gradients home"
+#
+# [Order: gradients sent]
+# hazard  WAR: a lane writes a gradient that `d2h` still copies to the host: torch adds to it again in the
+#         same backward, or the loop scales it.
+# edge    the block keeps the event of its last way out; each use waits for it.
+# alive   the gradient's storage.
+# proof   tests/property/test_gradient_edges.py, edge "gradients sent"
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from offload.client import Client, weakly
+from offload.device import Lane
+from offload.engine import OffloadEngine
+from offload.errors import CaptureError
+from offload.params.sections import check_budget
+from offload.telemetry.records import ClientStats
+from offload.telemetry.speaker import Once, speaker
+from offload.transfer.admission import Priority
+from offload.transfer.stalls import Stall, total_ms
+from offload.weights.figures import GradientFigures
+from offload.weights.gradient import Gradient, may_leave
+from offload.weights.order import Order, Pass, Use
+from offload.weights.parameters import close_behind
+from offload.weights.residency import Residency
+from offload.weights.saves import CopiedSave, open_saves
+from offload.weights.watched import StreamedGradient, make_plain, orphan, watch
+from offload.weights.weight import BlockWeights, Weight, has_own_storage
+
+__all__ = ["GradientStream"]
+
+logger = speaker(__name__)
+
+_WINDOW_SHARE = 16
+"""Of all gradients' bytes, or the two largest: on the device at once."""
+
+
+class GradientStream(Client):
+    """Of one model. names: of parameters, trained or not yet.
+
+    Raises HostBudgetError where the host has no room; nothing has changed then. Blocks the host while memory
+    is pinned.
+    """
+
+    name = "gradients"
+
+    def __init__(self, engine: OffloadEngine, model: nn.Module, names: Iterable[str]) -> None:
+        self._engine, self._device, self._lock = engine, engine.device, engine.lock
+        self._model_name = type(model).__name__
+        self.gradients = [
+            Gradient(getattr(module, attribute), name, module, attribute, index, engine.device)
+            for index, name in enumerate(names)
+            for path, _, attribute in [name.rpartition(".")]
+            for module in [model.get_submodule(path)]
+        ]
+        sizes = sorted(gradient.nbytes for gradient in self.gradients)
+        trained = [each for each in self.gradients if each.owner is not None and each.owner.requires_grad]
+        total = sum(gradient.nbytes for gradient in trained)
+        check_budget(engine.arena, total, f"the gradients of {self._model_name}", "leave gradients= out")
+        window = max(sum(sizes[-2:]), sum(sizes) // _WINDOW_SHARE)
+        self.blocks = [gradient.block for gradient in self.gradients]
+        self.residency = Residency(engine, self.name, self.blocks, window)
+        self.order = Order()
+        self.figures = GradientFigures(window_bytes=window)
+        self.reduced_later = any(isinstance(each, DistributedDataParallel) for each in model.modules())
+        """Gradients are final when the backward has ended."""
+        # not sent yet: what made it, and whether it was brought for that
+        self._made: list[tuple[Gradient, Lane, bool]] = []
+        # by graph task: what torch is about to add to, and the call at its end, which lives as long as it
+        self._open: dict[int, tuple[list[Gradient], Callable[[], object]]] = {}
+        self._going: deque[BlockWeights] = deque()  # sent or read; that of longest ago first
+        self._moved = (0, 0)
+        self._stalls: list[Stall] = []
+        self._said = Once()
+        self._handles: dict[Gradient, tuple[RemovableHandle, RemovableHandle]] = {}
+        self.removed = False
+        self._hooks = weakly(self._before), weakly(self._after)
+        for gradient in self.gradients:
+            gradient.holder = weakref.ref(self)
+            weakref.finalize(gradient.module(), _module_is_gone, engine, gradient).atexit = False
+        self._hook_trained()
+        engine.attach(self)
+
+    def _hook_trained(self) -> None:
+        """Follow parameters that were frozen, and are trained now, and those that have taken another's place.
+        Blocks the host for pinning."""
+        for gradient in self.gradients:
+            owner, handles = gradient.owner, self._handles.get(gradient)
+            if owner is None or not owner.requires_grad or not owner.is_leaf:
+                continue
+            if handles is None or handles[0].hooks_dict_ref() is not owner._backward_hooks:
+                gradient.make_master(self._engine.arena)
+                before, after = (partial(hook, gradient) for hook in self._hooks)
+                self._handles[gradient] = (
+                    owner.register_hook(before),
+                    owner.register_post_accumulate_grad_hook(after),
+                )
+        self.figures.host_bytes = sum(gradient.nbytes for gradient in self._handles)
+        self.figures.count = len(self._handles)
+
+    # -- forwards of the model, as HookPair calls ------------------------------------------------------------
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with self._lock:
+            if torch._C._current_graph_task_id() == -1:  # no recompute
+                self._settle()
+            # DDP around it, if any
+            self.reduced_later |= getattr(DistributedDataParallel, "_active_ddp_module", self) is not None
+
+    def leave(self, state: None, output: Any, failed: bool) -> None:
+        with self._lock:
+            self._trim()
+
+    def _settle(self) -> None:
+        """Between two backwards: notice what was cleared, what is trained now, and what an exception has left
+        in the last backward."""
+        if self.removed:
+            return
+        self._hook_trained()
+        for task in [task for task, (_, at_end) in self._open.items() if at_end() is None]:
+            self._backward_ends(task)
+        for gradient in self.gradients:
+            if gradient.known and not gradient.tensors:
+                self._retire(gradient)
+        self._trim()
+
+    # -- backwards -------------------------------------------------------------------------------------------
+    def _before(self, gradient: Gradient, _: Tensor) -> None:
+        """Torch is about to add to the gradient, or to make it."""
+        with self._lock, torch.no_grad():
+            if self.removed:
+                return
+            task = torch._C._current_graph_task_id()
+            if task not in self._open:
+                self._open[task] = [], self._at_end(task, last=False)
+            if not self.reduced_later:
+                self._send_made(gradient)
+            found = gradient.now
+            if gradient.is_owners:
+                self._use(gradient, Pass.BACKWARD)
+                self._open[task][0].append(gradient)
+                make_plain(gradient.parameter)
+                gradient.version = gradient.parameter._version
+                return
+            if isinstance(found, StreamedGradient):  # moved here from another parameter
+                StreamedGradient.stay(found)
+            self.order.note(Use(gradient.block.index, Pass.BACKWARD))
+            self._fetch_ahead((gradient.block.index,))
+
+    def _after(self, gradient: Gradient, _: Tensor) -> None:
+        """It has."""
+        with self._lock:
+            under_way = self._open.get(torch._C._current_graph_task_id())
+            was_brought = under_way is not None and gradient in under_way[0]
+            if under_way is not None and was_brought:
+                under_way[0].remove(gradient)
+            lane, made = self._device.compute, gradient.now
+            if made is not None and made.layout is torch.strided and self._device.owns(made):
+                self._device.note_write(lane, made)
+            self._made.append((gradient, lane, was_brought))
+
+    def _at_end(self, task: int, *, last: bool) -> Callable[[], object]:
+        call = partial(weakly(self._backward_ends), task, last)
+        torch.autograd.Variable._execution_engine.queue_callback(call)
+        return weakref.ref(call)
+
+    def _backward_ends(self, task: int, last: bool = True) -> None:
+        """All gradients of the backward go. last: not before who reduces them has, in such a call of his."""
+        with self._lock, torch.no_grad():
+            opened, _ = self._open[task]
+            if self.reduced_later and not last:
+                self._open[task] = opened, self._at_end(task, last=True)
+                return
+            del self._open[task]  # what is in it is of torch.autograd.grad, or an exception came between
+            self._made += [(gradient, self._device.compute, True) for gradient in opened]
+            self._send_made(None)
+
+    def _send_made(self, but: Gradient | None) -> None:
+        made, self._made = self._made, []
+        for gradient, lane, was_brought in made:
+            if gradient is but:
+                self._made.append((gradient, lane, was_brought))
+                continue
+            gradient.block.entered -= was_brought
+            if not gradient.block.entered:  # else another backward adds to it
+                self._send(gradient, lane)
+        self._trim()
+
+    def _send(self, gradient: Gradient, lane: Lane) -> None:
+        """The parameter's gradient goes to the host, if it can. Order: [Order: weights out], [Order:
+        gradients home]."""
+        tensor, block = gradient.now, gradient.block
+        if gradient.is_owners:
+            gradient.dirty |= gradient.parameter._version != gradient.version
+            block.readers[id(lane)] = lane
+        elif tensor is None or not may_leave(tensor, self._device):
+            return
+        elif not has_own_storage(tensor):
+            self._say_shared(gradient)
+            return
+        else:
+            self._retire(gradient)
+            if block.arrived is not None:
+                self._device.wait(self._device.d2h, block.arrived, "gradients home")
+            if gradient.master.numel() != tensor.untyped_storage().nbytes():  # of another dtype than before
+                close_behind(self._engine, gradient)
+            gradient.take(tensor, lane)
+            gradient.make_master(self._engine.arena)
+            block.count()
+            self.residency.present_bytes += block.nbytes
+            self._engine.hooks.streamed[gradient.storage._cdata] = CopiedSave
+            gradient.dirty = True
+        now = self._device.compute
+        block.readers[id(now)] = now  # which reduced it, perhaps
+        self._go(block)
+        for each in gradient.tensors:
+            watch(each, gradient)
+
+    def _go(self, block: BlockWeights) -> None:
+        if not block.entered and block.weights:
+            self.residency.write_back(block)
+            self._going.append(block)
+
+    # -- on the device, and off ------------------------------------------------------------------------------
+    def _use(self, gradient: Weight, during: Pass) -> None:
+        """The current lane is about to use it: it stays until `entered` is counted down. Order: [Order:
+        weights here], [Order: gradients sent]."""
+        if self._device.is_capturing():
+            raise CaptureError(
+                f"a CUDA graph is captured over the gradient of {gradient.name}, which is on the host; "
+                "capture without gradients="
+            )
+        block = gradient.block
+        is_new = self.order.note(Use(block.index, during))
+        if not block.present:
+            self._trim()
+            self.residency.make_room(block, self._leaving(), self.order.coming())
+            self.figures.misses += 1
+        self.residency.use(block, self.order.coming())
+        block.entered += 1
+        if block.left is not None:
+            self._device.wait(self._device.compute, block.left, "gradients sent")
+        if is_new:
+            self._fetch_ahead((block.index,))
+
+    def _leaving(self) -> set[int]:
+        """Those whose memory compute would have to wait for."""
+        poll = self._device.poll
+        return {block.index for block in self._going if block.left is not None and not poll(block.left)}
+
+    def _fetch_ahead(self, stay: Collection[int]) -> None:
+        """Fetch what comes next, as long as there is room that nobody uses."""
+        if all(block.present or not block.weights for block in self.blocks):
+            return
+        self._trim()
+        seen = {*stay, *self._leaving()}
+        for index in self.order.coming():
+            block = self.blocks[index]
+            if index in seen or not block.weights:
+                continue
+            seen.add(index)
+            if not block.present and not (
+                self.residency.make_room(block, seen, self.order.coming())
+                and self.residency.load(block, Priority.SPECULATIVE)
+            ):
+                return
+
+    def _trim(self) -> None:
+        """Give back the memory of what has gone, all but that of the last, which the loop may use again.
+        Where more is on the device than the window allows, compute waits for what has gone first. Order:
+        [Order: weights gone]."""
+        residency, going = self.residency, self._going
+        while going:
+            block = going[0]
+            over = residency.present_bytes > residency.window_bytes and not self.reduced_later
+            if block.present and not block.entered and not over:
+                has_gone = block.left is None or self._device.poll(block.left)
+                if not has_gone or len(going) == 1:
+                    return
+            going.popleft()
+            if block.may_leave and block not in going:
+                residency.drop(block)
+
+    def _retire(self, gradient: Gradient) -> None:
+        """The parameter has another gradient, or none."""
+        if not gradient.known:
+            return
+        if gradient.tensors:  # somebody has it
+            self.let_go(gradient)
+            return
+        gradient.dirty = False
+        if gradient.block.present:
+            self.residency.drop(gradient.block)
+        self._forget(gradient)
+
+    def _forget(self, gradient: Gradient) -> None:
+        self._engine.hooks.streamed.pop(gradient.storage._cdata, None)
+        gradient.forget()
+
+    # -- reads and writes from outside -----------------------------------------------------------------------
+    @contextmanager
+    def hold(self, weights: Collection[Weight]) -> Iterator[None]:
+        """As Holder."""
+        held: list[BlockWeights] = []
+        close, admitted = open_saves(self._engine.hooks)
+        try:
+            with self._lock:
+                for gradient in dict.fromkeys(weights):
+                    self._use(gradient, Pass.OUTSIDE)
+                    gradient.block.pinned |= not admitted
+                    held.append(gradient.block)
+            yield
+        finally:
+            if close is not None:
+                close()
+            with self._lock:
+                for block in held:
+                    block.entered -= 1
+                    self._go(block)
+                    self._trim()
+
+    def wrote(self, weight: Weight) -> None:
+        """As Holder."""
+        weight.dirty = True
+        self._device.note_write(self._device.compute, weight.on_device)
+
+    def set_data(self, weight: Weight, value: Tensor) -> None:
+        """As Holder."""
+        tensor = weight.parameter
+        self.let_go(weight)
+        tensor.data = value
+
+    def host_copy(self, weight: Weight) -> Tensor:
+        """As Holder. Blocks the host for a copy that is still to come."""
+        with self._lock:
+            self.residency.flush((weight.block,))
+            return weight.on_host()
+
+    def let_go(self, weight: Weight) -> None:
+        """As GradientHolder."""
+        assert isinstance(weight, Gradient)
+        with self._lock:
+            if weight.known:
+                self._use(weight, Pass.OUTSIDE)
+                weight.block.entered -= 1
+                for tensor in weight.tensors:
+                    make_plain(tensor, for_good=True)
+                self.residency.present_bytes -= weight.block.nbytes
+                self._forget(weight)
+
+    def _say_shared(self, gradient: Gradient) -> None:
+        if self._said.first("shared"):
+            logger.warning(
+                "the gradient of %s shares its memory with something else, and stays on the device, as do "
+                "others that do so: buckets of DistributedDataParallel (give it "
+                "gradient_as_bucket_view=False), another parameter's gradient, or a tensor made in a hook",
+                gradient.name,
+            )
+
+    # -- steps, and the end ----------------------------------------------------------------------------------
+    def end_step(self) -> ClientStats:
+        """As Client."""
+        self._settle()
+        stalls, self._stalls, self.residency.stalls = self._stalls, self.residency.stalls, []
+        stall_ms, residency, figures = total_ms(self._device, stalls), self.residency, self.figures
+        moved = residency.in_bytes, residency.out_bytes
+        if moved != self._moved:
+            figures.steps += 1
+            figures.in_bytes, figures.out_bytes = moved[0] - self._moved[0], moved[1] - self._moved[1]
+            figures.stall_ms = stall_ms
+        self._moved = moved
+        return ClientStats(
+            lent_bytes=figures.host_bytes,
+            device_bytes=residency.present_bytes,
+            stall_ms=stall_ms,
+            stall_count=len(stalls),
+        )
+
+    def remove(self) -> None:
+        """Every gradient is torch's own again, on the device. Raises torch.OutOfMemoryError where they do not
+        fit, and goes on then. Blocks the host."""
+        with self._lock:
+            if self.removed:
+                return
+            self._settle()
+            for gradient in self.gradients:
+                self._retire(gradient)
+            self.removed = True
+            for handle in [handle for pair in self._handles.values() for handle in pair]:
+                handle.remove()
+            for lane in (self._device.h2d, self._device.d2h):
+                self._device.synchronize(self._device.record(lane))
+            for gradient in self.gradients:
+                gradient.close()
+            self._engine.detach(self)
+
+
+def _module_is_gone(engine: OffloadEngine, gradient: Gradient) -> None:
+    """Its gradient's host memory goes back behind the copies in flight. On any thread, so without a lock."""
+    for tensor in gradient.tensors if gradient.known else ():
+        orphan(tensor)
+    if gradient.known:
+        engine.hooks.streamed.pop(gradient.storage._cdata, None)
+    close_behind(engine, gradient)
+    gradient.block.weights.clear()
