@@ -118,8 +118,8 @@ class GradientStream(Client):
         Blocks the host for pinning."""
         for gradient in self.gradients:
             owner, handles = gradient.owner, self._handles.get(gradient)
-            if owner is None or not owner.requires_grad or not owner.is_leaf:
-                continue
+            if owner is None or owner.is_meta or not (owner.requires_grad and owner.is_leaf):
+                continue  # one on meta may have no hooks until it has values
             if handles is None or handles[0].hooks_dict_ref() is not owner._backward_hooks:
                 gradient.make_master(self._engine.arena)
                 before, after = (partial(hook, gradient) for hook in self._hooks)
