@@ -73,6 +73,7 @@ def test_a_schedule_can_say_which_microbatch_is_the_last() -> None:
     optimizer, device = made(model, cpu_share=1.0, overlap="backward")
     for microbatch in range(3):
         optimizer.last_microbatch = microbatch == 2
+        assert optimizer.last_microbatch is (microbatch == 2)
         backward(model, microbatch)
         assert settled(optimizer, device) == (LEAVES if microbatch == 2 else 0)
 

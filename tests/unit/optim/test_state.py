@@ -237,3 +237,15 @@ def test_a_model_saved_while_the_step_is_under_way_has_the_new_weights() -> None
     backward(model, 0)
     optimizer.step()
     assert_same_bits([value.clone() for value in model.state_dict().values()], expected)
+
+
+def test_what_is_no_tensor_in_a_state_is_copied_too() -> None:
+    model = net()
+    optimizer = hybrid(model)
+    backward(model, 0)
+    optimizer.step()
+    note = [1, 2]
+    optimizer.state[next(model.parameters())]["note"] = note
+    found = optimizer.state_dict()["state"][0]["note"]
+    assert found == note
+    assert found is not note
