@@ -67,7 +67,15 @@ from offload.weights.hooks import BlockCalls
 from offload.weights.slabs import signature, write_slab
 from offload.weights.stream import WeightStream
 
-__all__ = ["Applied", "activations", "apply", "infer_steps", "is_applied", "is_declined"]
+__all__ = [
+    "Applied",
+    "activations",
+    "apply",
+    "infer_steps",
+    "is_applied",
+    "is_declined",
+    "weights_root",
+]
 
 logger = speaker(__name__)
 
@@ -436,11 +444,10 @@ def apply(
     if min_numel is None and everything:
         min_numel = _LEAST_OF_ALL
     if mode is False:
-        weights_root = WeightsRoot(model, _steps, marks.default_manager)
-        handle = Applied(model, mode, {}, weights_root)
-        _steps.add(weights_root)
-        handle._undo.callback(_steps.discard, weights_root)
-        handle._hook(model, weights_root)
+        alone = weights_root(model)
+        handle = Applied(model, mode, {}, alone)
+        handle._undo.callback(_steps.discard, alone)
+        handle._hook(model, alone)
         handle._hook_weights(stream, streamed, gradient_stream, model)
         return handle
     root = (
@@ -545,6 +552,13 @@ def is_declined(model: nn.Module) -> bool:
 def is_applied(model: nn.Module) -> bool:
     """Whether a handle has hooks on this model, or on a module of it."""
     return any(module in taken for module in model.modules() for taken in (_applied, _watermarked))
+
+
+def weights_root(model: nn.Module) -> WeightsRoot:
+    """A model whose weights leave; from now on its steps are inferred, for as long as the caller holds it."""
+    root = WeightsRoot(model, _steps, marks.default_manager)
+    _steps.add(root)
+    return root
 
 
 def infer_steps(root: Root) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from offload.compat.group import OffloadTensorGroup
 from offload.compat.tensor_pool import GPUTensorPool
-from offload.device import Event, Lane
+from offload.device import Device, Event, Lane
 from offload.engine import OffloadEngine
 from offload.engines import default_engine
 from offload.errors import GroupOrderError, StaleHandleError
@@ -28,7 +28,7 @@ from offload.transfer.admission import Priority
 from offload.transfer.block import BlockState
 from offload.transfer.layout import ViewLayout, empty_at, place_of
 
-__all__ = ["ChunkOffloadHandler", "OffloadState", "TensorTag"]
+__all__ = ["ChunkOffloadHandler", "OffloadState", "TensorTag", "check_plain_bytes", "placed"]
 
 
 class TensorTag(NamedTuple):
@@ -283,24 +283,8 @@ class ChunkOffloadHandler(ChunkGroups):
         know when. Raises ValueError for a tensor of another device.
         """
         device = self.engine.device
-        if not isinstance(src_tensor, torch.Tensor):
-            raise ValueError(f"offload of a {type(src_tensor).__name__}, must be a tensor on {device.name}")
         self.engine.refuse_in_capture("offload of a tensor by hand")
-        if (
-            src_tensor.is_quantized
-            or src_tensor.is_nested
-            or src_tensor.layout is not torch.strided
-            or not is_plain(src_tensor)
-        ):
-            raise ValueError(
-                f"offload of a {type(src_tensor).__name__} of {src_tensor.dtype} and {src_tensor.layout}, "
-                "whose bytes alone do not make it again; offload its parts, such as int_repr() and q_scale()"
-            )
-        if not device.owns(src_tensor):
-            raise ValueError(
-                f"offload of a tensor on {src_tensor.device}, but this handler's device is {device.name}; "
-                "move it there first"
-            )
+        check_plain_bytes(src_tensor, device)
         with torch.no_grad():
             values = src_tensor.detach().resolve_conj().resolve_neg().contiguous()
             source = values.view(-1).view(torch.uint8)
@@ -353,10 +337,27 @@ class ChunkOffloadHandler(ChunkGroups):
             device.synchronize(event)
         if state.use_cpu_pool:
             self.cpu_tensor_pool.free(host, after=event)
-        return _placed(home.view(host.dtype).view(host.shape), state.stride, state.lead)
+        return placed(home.view(host.dtype).view(host.shape), state.stride, state.lead)
 
 
-def _placed(packed: torch.Tensor, stride: tuple[int, ...], lead: int) -> torch.Tensor:
+def check_plain_bytes(tensor: object, device: Device) -> None:
+    """Raises ValueError for what is no tensor on the device whose bytes make it again."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"offload of a {type(tensor).__name__}, must be a tensor on {device.name}")
+    if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided or not is_plain(tensor):
+        raise ValueError(
+            f"offload of a {type(tensor).__name__} of {tensor.dtype} and {tensor.layout}, "
+            "whose bytes alone do not make it again; offload its parts, such as int_repr() and q_scale()"
+        )
+    if not device.owns(tensor):
+        raise ValueError(
+            f"offload of a tensor on {tensor.device}, but the engine's device is {device.name}; "
+            "move it there first"
+        )
+
+
+def placed(packed: torch.Tensor, stride: tuple[int, ...], lead: int) -> torch.Tensor:
+    """The elements with these strides, as far behind an address as they were."""
     if packed.stride() == stride and not lead:
         return packed
     with torch.no_grad():

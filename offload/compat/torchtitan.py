@@ -47,7 +47,7 @@ class TorchtitanSettings:
     """Of the experts. "save_on_cpu": what they and their router save leaves. "checkpoint": they are
     recomputed, and nothing leaves. "both": they are recomputed with their router, and their input leaves."""
     enable_weight_offload: bool = False
-    """Not there yet: True is an error."""
+    """Weights of what `apply` hooks, the model's blocks or its experts, wait on the host. Experimental."""
     enable_cpu_offload: bool = False
     """FSDP2's own offload of parameters, gradients and optimizer state, which the trainer asks fully_shard
     for. It goes with the other keys."""
@@ -58,11 +58,6 @@ class TorchtitanSettings:
             if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
                 raise ValueError(f"{key} is {value!r}, must be {getattr(kind, '__name__', 'text')}")
         check_min_elements(self.activation_offload_min_tensor_size, "activation_offload_min_tensor_size")
-        if self.enable_weight_offload:
-            raise ValueError(
-                "enable_weight_offload = true: offload of expert weights is not there yet; leave the key "
-                "out, or use enable_cpu_offload, by which FSDP2 keeps parameters on the host"
-            )
         names, mode = self.names, self.activation_offload_mode
         if unknown := sorted(names - set(GROUP_NAMES)):
             raise ValueError(
@@ -105,6 +100,11 @@ class TorchtitanSettings:
         """Arguments of `offload.moe.MixtureGPT`, or of its `Placement`: its layers mark each name by itself.
         The training loop announces each microbatch by `offload.init_chunk_handler()`, and the end of a step
         by `offload.reset()`; the least size is min_offloaded_tensor_size of `offload.configure`."""
+        if self.enable_weight_offload:
+            raise ValueError(
+                "enable_weight_offload = true, and a placement is about activations: leave the key out, and "
+                'call offload.apply(model, weights="host") on the model'
+            )
         on = self.enable_activation_offload
         return {
             "offload_modules": self.names if on else frozenset(),
@@ -117,8 +117,9 @@ class TorchtitanSettings:
 
         Raises ValueError for a model without experts, and for names that such a model has no module of.
         """
+        weights = "host" if self.enable_weight_offload else None
         if not self.enable_activation_offload:
-            return offload_apply(model, mode=False)
+            return offload_apply(model, mode=False, weights=weights)
         if self.names not in (frozenset(), _EXPERT_NAMES):
             raise ValueError(
                 f"activation_offload_modules = {self.activation_offload_modules!r} on a "
@@ -129,10 +130,15 @@ class TorchtitanSettings:
         experts, mixtures = find_experts(model)
         numel = self.activation_offload_min_tensor_size
         if self.activation_offload_mode == "checkpoint":
-            return offload_apply(model, mode="checkpoint", blocks={"experts": experts}, min_numel=numel)
+            return offload_apply(
+                model, mode="checkpoint", blocks={"experts": experts}, min_numel=numel, weights=weights
+            )
         if self.activation_offload_mode == "both":
-            return offload_apply(model, mode="hidden_states", blocks={"experts": mixtures}, min_numel=numel)
-        return offload_apply(model, mode="groups", modules={"experts": mixtures}, min_numel=numel)
+            return offload_apply(
+                model, mode="hidden_states", blocks={"experts": mixtures}, min_numel=numel, weights=weights
+            )
+        modules = {"experts": mixtures}
+        return offload_apply(model, mode="groups", modules=modules, min_numel=numel, weights=weights)
 
 
 def settings(config: Mapping[str, Any] | str | os.PathLike[str]) -> TorchtitanSettings:

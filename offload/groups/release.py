@@ -7,7 +7,7 @@ to the listed tensors holds it: no save of any chunk, no other graph, no view.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -18,7 +18,15 @@ from offload.telemetry.speaker import speaker
 from offload.transfer.block import BlockState, DeviceBlock
 from offload.transfer.engine import TransferEngine
 
-__all__ = ["ReleasedTensor", "checked_tensors", "release", "without_output"]
+__all__ = [
+    "ReleasedTensor",
+    "checked_tensors",
+    "is_held",
+    "mark_released",
+    "release",
+    "unmark_released",
+    "without_output",
+]
 
 logger = speaker(__name__)
 
@@ -86,7 +94,7 @@ def release(
             for block in sharers:
                 if block.transfer is not None:
                     transfers.settle_spill(block.transfer)
-            if _is_held(aliases):
+            if is_held(aliases):
                 why = (
                     "a graph that saved it outside of the hooks, or a view that is not listed, still holds it"
                 )
@@ -103,11 +111,10 @@ def release(
         storage.resize_(0)
         for tensor in aliases:
             if type(tensor) is torch.Tensor:
-                tensor.__class__ = ReleasedTensor
-                cast(ReleasedTensor, tensor).released_by = str(saved.id)
+                mark_released(tensor, f"group {saved.id}", _WITH_ITS_GROUP)
 
 
-def _is_held(aliases: list[torch.Tensor]) -> bool:
+def is_held(aliases: list[torch.Tensor]) -> bool:
     """Whether anything but Python's own references to `aliases`, of one storage, and the engine holds it."""
     known = {id(tensor): tensor for tensor in aliases}
     for tensor in aliases:
@@ -122,12 +129,32 @@ def _is_held(aliases: list[torch.Tensor]) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) > 1 + len(known)
 
 
+_WITH_ITS_GROUP = (
+    "its bytes left with the group and come back for the backward only; take it off forced_released_tensors, "
+    "or use it before the commit"
+)
+
+
+def mark_released(tensor: torch.Tensor, by: str, advice: str) -> None:
+    """The tensor's storage is freed. advice: for the error of an operator on it."""
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    tensor.__class__ = ReleasedTensor
+    vars(tensor).update(released_by=by, advice=advice, _is_param=is_parameter)
+
+
+def unmark_released(tensor: torch.Tensor) -> None:
+    """It has bytes again, and torch's own class."""
+    tensor.__class__ = torch.nn.Parameter if vars(tensor).pop("_is_param") else torch.Tensor
+    del tensor.released_by, tensor.advice  # type: ignore[attr-defined]
+
+
 class ReleasedTensor(torch.Tensor):
-    """A tensor whose storage was freed by a group's commit. What needs no bytes may be asked of it: its
-    shape, its gradient, a hook. An operator on it raises OffloadError. Given other `data`, it is a plain
-    tensor again."""
+    """A tensor whose storage was freed by a group's commit, or by hand. What needs no bytes may be asked of
+    it: its shape, its gradient, a hook. An operator on it raises OffloadError. Given other `data`, it is a
+    plain tensor again."""
 
     released_by: str
+    advice: str
 
     @classmethod
     def __torch_function__(
@@ -139,16 +166,13 @@ class ReleasedTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
             if (name, attribute) == ("__set__", "data"):
-                args[0].__class__ = torch.Tensor
+                unmark_released(args[0])
             return result
         released = next((value for value in args if isinstance(value, cls)), "a released tensor")
-        raise OffloadError(
-            f"{name} on {released!r}: its bytes left with the group and come back for the backward only; "
-            "take it off forced_released_tensors, or use it before the commit"
-        )
+        raise OffloadError(f"{name} on {released!r}: {getattr(released, 'advice', '')}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"a tensor of shape {tuple(self.shape)} that group {self.released_by} released"
+        return f"a tensor of shape {tuple(self.shape)} that {self.released_by} released"
 
 
 _ALIASES = frozenset(["data", "T", "mT", "H", "mH", "real", "imag"])

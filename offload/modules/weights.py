@@ -89,13 +89,17 @@ def chosen_weights(
     model: nn.Module,
     blocks: Mapping[str, nn.Module],
     where: torch.device,
-    quantized: str | PathLike[str] | None,
+    quantized: str | PathLike[str] | None = None,
+    *,
+    every: bool = False,
 ) -> tuple[Choice, Slab | None]:
     """Which weights of the blocks stream to `where`, and which as INT8, of a slab if `quantized` is its
-    manifest. Raises ValueError where that cannot be; nothing has changed."""
+    manifest. every: also small ones, and those of adapters. Raises ValueError where that cannot be; nothing
+    has changed."""
     for name, module in model.named_modules():
         refuse_recorded_graphs(module, name or type(model).__name__)
-    choice = choose(model, blocks, is_adapter, where)
+    adapters = is_adapter if not every else lambda name: False
+    choice = choose(model, blocks, adapters, where, 1 if every else None)
     streamed = {id(weight.parameter): weight for each in choice.blocks.values() for weight in each}
     for parameter in stepped_by_open_ones():
         if (weight := streamed.get(id(parameter))) is not None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from offload.optim.stepping import HostedSteps
 from offload.params.watched import Watched, watched_in
 from offload.telemetry.speaker import speaker
 
-__all__ = ["AwaitedGradient", "AwaitedWeight", "WeightWatch", "await_all", "weakly"]
+__all__ = ["AwaitedGradient", "AwaitedWeight", "WeightWatch", "await_all", "watch", "weakly"]
 
 logger = speaker(__name__)
 
@@ -57,11 +57,24 @@ class _Awaited(Watched):
 
 
 class AwaitedGradient(_Awaited):
-    """A gradient that the step still reads."""
+    """A gradient that the step still reads, or another tensor whose copy is in flight."""
 
 
 class AwaitedWeight(_Awaited, nn.Parameter):
     """A weight on its way."""
+
+
+class Awaits(Protocol):
+    """Who issues the wait for what is on its way."""
+
+    def await_weights(self, indices: Sequence[int]) -> None: ...
+
+
+def watch(tensor: Tensor, owner: Awaits, index: int = 0) -> None:
+    """Whoever touches the tensor, torch's own Tensor or Parameter, has `owner` wait first."""
+    vars(tensor)[_OWNER] = (owner, index)
+    kind: type[_Awaited] = AwaitedWeight if isinstance(tensor, nn.Parameter) else AwaitedGradient
+    tensor.__class__ = kind
 
 
 @untraced
@@ -130,13 +143,9 @@ class WeightWatch:
             return False
         self._watched[index] = parameter
         if gradient and found is not None:
-            self._mark(found, AwaitedGradient, index)
-        self._mark(parameter, AwaitedWeight, index)
+            watch(found, self._steps, index)
+        watch(parameter, self._steps, index)
         return True
-
-    def _mark(self, tensor: Tensor, cls: type[_Awaited], index: int) -> None:
-        vars(tensor)[_OWNER] = (self._steps, index)
-        tensor.__class__ = cls
 
     def _waited(self, index: int) -> None:
         if (parameter := self._watched.pop(index, None)) is not None:

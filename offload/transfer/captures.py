@@ -300,6 +300,7 @@ class CapturedRegion:
                 for host in graph.host_blocks:
                     self._arena.give_back(host, None)
                 graph.host_blocks.clear()
+                graph.borrowed.clear()
 
 
 def _ordinal(number: int) -> str:

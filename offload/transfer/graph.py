@@ -24,12 +24,14 @@ class CapturedGraph:
     spill_bytes, restore_bytes: copied by each replay. kept_bytes: should have left at the capture, and stay
         in the graph's memory.
     host_blocks: that its spills write. sources: graphs whose spills its restores read.
+    borrowed: host buffers that its copies read, held until the region is released.
     before_replay: what features do before each replay, whether it copies or not.
     """
 
     name: str
     before_replay: list[Callable[[], None]] = field(default_factory=list)
     host_blocks: list[Block] = field(default_factory=list)
+    borrowed: list[object] = field(default_factory=list)
     # copy lanes that are part of the capture: they must be joined
     forked: dict[Lane, None] = field(default_factory=dict)
     sources: dict[CapturedGraph, None] = field(default_factory=dict)

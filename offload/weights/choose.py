@@ -64,10 +64,15 @@ def choose_gradients(model: nn.Module, streamed: Choice | None) -> list[str]:
 
 
 def choose(
-    model: nn.Module, blocks: Mapping[str, nn.Module], is_adapter: Callable[[str], bool], where: torch.device
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    is_adapter: Callable[[str], bool],
+    where: torch.device,
+    least_numel: int | None = None,
 ) -> Choice:
-    """blocks: by name, none inside another. where: the device that computes. Raises ValueError for parameters
-    that FSDP manages, or that are on another device; and where nothing streams."""
+    """blocks: by name, none inside another. where: the device that computes. least_numel: None for
+    LEAST_NUMEL. Raises ValueError for parameters that FSDP manages, or that are on another device; and where
+    nothing streams."""
     _refuse(model, where)
     for name, block in blocks.items():
         if isinstance(block, torch.jit.ScriptModule):
@@ -91,9 +96,9 @@ def choose(
                 inside.add(id(parameter))
                 full = ".".join(part for part in (name, prefix, attribute) if part)
                 tied = places[id(parameter)] > 1
-                reason = _why_resident(full, module, parameter, is_adapter) or (
-                    "tied, or of a module that is used in two places" if tied else ""
-                )
+                reason = _why_resident(
+                    full, module, parameter, is_adapter, LEAST_NUMEL if least_numel is None else least_numel
+                ) or ("tied, or of a module that is used in two places" if tied else "")
                 if not reason and storages[parameter.untyped_storage()._cdata] > 1:
                     reason = "in one storage with another parameter or buffer"
                 if reason:
@@ -152,15 +157,17 @@ def _refuse(model: nn.Module, where: torch.device) -> None:
             )
 
 
-def _why_resident(name: str, module: nn.Module, parameter: Tensor, is_adapter: Callable[[str], bool]) -> str:
+def _why_resident(
+    name: str, module: nn.Module, parameter: Tensor, is_adapter: Callable[[str], bool], least_numel: int
+) -> str:
     if is_adapter(name):
         return "of an adapter"
     if isinstance(module, torch.jit.ScriptModule):
         return "of a module of torch.jit"
     if type(parameter) is not nn.Parameter:
         return f"of a tensor subclass ({type(parameter).__name__})"
-    if parameter.numel() < LEAST_NUMEL:
-        return f"smaller than {LEAST_NUMEL:,} elements"
+    if parameter.numel() < least_numel:
+        return f"smaller than {least_numel:,} elements"
     if (
         parameter.layout is not torch.strided
         or parameter.is_inference()

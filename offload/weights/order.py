@@ -10,7 +10,7 @@ microbatches is learned as it is seen, and none has to be the mirror of another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import NamedTuple
 
@@ -45,6 +45,12 @@ class Order:
             self._after[self._before, self.now] = use
         self._before, self.now = self.now, use
         return True
+
+    def expect(self, uses: Iterable[Use]) -> None:
+        """The guess before anything is seen; what is seen is believed."""
+        for use in uses:
+            self.note(use)
+        self._before = self.now = None
 
     def coming(self) -> Iterator[int]:
         """Blocks in the order of their coming uses, as far as it is known; one may come twice."""

@@ -174,6 +174,12 @@ class WeightStream(Client):
                 with _outside_transforms():
                     self._fetch_ahead(())
 
+    def free(self, block: BlockWeights) -> None:
+        """Take the block off the device now, unless somebody uses it."""
+        with self._lock, _outside_transforms():
+            if block.may_leave and not self.removed:
+                self.residency.drop(block)
+
     def _released(self, block: BlockWeights) -> None:
         block.entered -= 1
         if block.entered or self.removed:

@@ -134,7 +134,7 @@ def test_step_end_takes_back_what_was_never_reloaded_and_says_so_to_a_late_reloa
 def test_tensor_of_another_device_is_not_offloaded(manager: PipelineOffloadManager) -> None:
     handler = begun(manager)
     with pytest.raises(
-        ValueError, match="offload of a tensor on meta, but this handler's device is sim; move it there first"
+        ValueError, match="offload of a tensor on meta, but the engine's device is sim; move it there first"
     ):
         handler.offload(torch.empty(4, device="meta"))
     with pytest.raises(ValueError, match="offload of a list, must be a tensor on sim"):

@@ -18,6 +18,7 @@ from offload import PipelineOffloadManager
 from offload.compat import torchtitan
 from offload.device.sim import SimDevice
 from offload.modules.blocks import find_experts
+from tests.inside import streams_from
 from tests.unit.groups.stack import build_manager, installed
 from tests.unit.moe.mixtures import SMALL, loss_of, text
 
@@ -123,6 +124,25 @@ def test_without_enable_nothing_is_offloaded(manager: PipelineOffloadManager) ->
     assert settings.placement() == {"offload_modules": frozenset(), "experts_mode": None}
 
 
+@pytest.mark.req("S3-53")
+@pytest.mark.parametrize("mode", [None, "save_on_cpu", "checkpoint", "both"])
+def test_weights_leave_with_or_without_activations(mode: str | None, manager: PipelineOffloadManager) -> None:
+    expected = gradients(layers())
+    keys = {"enable_weight_offload": True}
+    keys |= {} if mode is None else {**ON, "activation_offload_mode": mode}
+    assert not torchtitan.settings({}).enable_weight_offload
+    with streams_from(WIDTH * INNER):
+        handle = torchtitan.settings(keys).apply(model := layers())
+    assert all(map(torch.equal, gradients(model, manager.step_end), expected))
+    assert handle.weights is not None
+    assert handle.weights.streamed_bytes == 4 * 2 * 4 * 4 * WIDTH * INNER  # of the experts of each layer
+    assert handle.weights.in_bytes > 0
+    assert (manager.stats.spill_bytes > 0) == (mode in ("save_on_cpu", "both"))
+    handle.remove()
+    with pytest.raises(ValueError, match="a placement is about activations"):
+        torchtitan.settings(keys).placement()
+
+
 @pytest.mark.req("S3-52", "S3-56", "S3-57", "S3-58")
 def test_modes_of_the_experts_of_any_model(manager: PipelineOffloadManager) -> None:
     """What the last step moved, and what was called in a backward, say what a mode does."""
@@ -203,7 +223,7 @@ def test_marks_of_this_projects_own_layers(keys: dict[str, Any], manager: Pipeli
             "moe_act in activ.* a part",
         ),
         ({}, "says of what: name modules, such as"),
-        ({"enable_weight_offload": True}, "offload of expert weights is not there yet"),
+        ({"enable_weight_offload": 1}, "enable_weight_offload is 1, must be bool"),
         ({"enable_activation_offload": "yes"}, "enable_activation_offload is 'yes', must be bool"),
         ({"activation_offload_min_tensor_size": True}, "is True, must be int"),
         ({"activation_offload_min_tensor_size": -1}, "is -1, must be a whole number of elements"),
