@@ -54,7 +54,7 @@ def load_weights(
     parameters stay the objects that they are.
 
     path: a file, a folder, or an index (*.safetensors.index.json); or an object with keys() and
-        get_tensor(name), whose tensors are on the CPU, and are checked as each of them comes.
+        get_tensor(name), whose tensors, on any device, are checked as each of them comes.
     quantize: has to agree with `apply`, whose quantize="int8" reads frozen weights as INT8.
     strict: False admits files that lack names of the model, or have others. What is on meta needs values.
     Names are those of state_dict(). Of tied weights one name is enough. Floating-point values are converted

@@ -4,6 +4,8 @@
     python scripts/bench_weights.py             4,096 tokens: nothing, all streamed, 5 GB, 6.8 GB
     python scripts/bench_weights.py --rows nothing,host,trainstream,fsdp2       peers, if installed
     python scripts/bench_weights.py --tokens 16384 --rows nothing,host
+    python scripts/bench_weights.py --work int8        in INT8: all streamed, 5 GB
+    python scripts/bench_weights.py --work 70b         80 layers of 8192, 68.5 GB of INT8 on the host
     python scripts/bench_weights.py --tiny      the whole script on a CPU and the simulated device
 
 Works (`--work`) are files of scripts/bench/. A row is judged by the row `nothing` and by the law: of each
@@ -34,8 +36,9 @@ import torch  # noqa: E402
 from bench.run import NEEDS_GPU, hardware  # noqa: E402
 from bench.weights import HEADER, Shape, line  # noqa: E402
 
-WORKS = {"lora": "bench.weights_lora"}
-"""Each has ROWS and run_row(options); HEADER and line(row, nothing), too, where its columns are others."""
+WORKS = {"lora": "bench.weights_lora", "int8": "bench.weights_int8", "70b": "bench.weights_70b"}
+"""Each has ROWS and run_row(options); HEADER and line(row, nothing), too, where its columns are others; and
+DEFAULTS of options, where they are others."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -51,6 +54,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", metavar="FILE", type=Path, help="write every figure as JSON")
     parser.add_argument("--tiny", action="store_true", help="tiny blocks on the simulated device")
     parser.add_argument("--row", help=argparse.SUPPRESS)
+    work = importlib.import_module(WORKS[parser.parse_known_args(arguments)[0].work])
+    parser.set_defaults(**getattr(work, "DEFAULTS", {}))
     parsed = parser.parse_args(arguments)
     if parsed.tiny:
         parsed.samples, parsed.warmup = 1, 3

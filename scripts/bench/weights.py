@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from bench import gradients
+from offload import QuantLinear
 
 GB = 1e9
 
@@ -92,6 +93,13 @@ class Model(nn.Module):
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False)
         return x
+
+
+def expand_frozen(model: nn.Module) -> None:
+    """Round each frozen projection as quantize="int8" does, in place."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and not module.weight.requires_grad:
+            module.weight.data = QuantLinear(module).expanded(module.weight.dtype)
 
 
 def bits_of(model: nn.Module) -> list[int]:

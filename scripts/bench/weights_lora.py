@@ -16,7 +16,7 @@ from torch import nn
 
 import offload
 from bench.run import NotInstalledError
-from bench.weights import TINY, Model, Shape, link_gb_s, run_steps
+from bench.weights import TINY, Model, Shape, expand_frozen, link_gb_s, run_steps
 
 ROWS = "nothing,host,5GB,6.8GB"
 
@@ -67,8 +67,8 @@ _PEERS: dict[str, Callable[[Model, torch.device], torch.optim.Optimizer]] = {
 }
 
 
-def run_row(options: argparse.Namespace) -> dict[str, Any]:
-    """The row of this process."""
+def run_row(options: argparse.Namespace, quantize: str | None = None) -> dict[str, Any]:
+    """The row of this process. quantize: as apply has it; `nothing` has the expanded weights then."""
     device = torch.device("cpu" if options.tiny else "cuda:0")
     dtype = torch.float32 if options.tiny else torch.bfloat16
     shape, tokens = (TINY, 8) if options.tiny else (Shape(layers=options.layers), options.tokens)
@@ -81,7 +81,11 @@ def run_row(options: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.empty_cache()
         optimizer = _PEERS[options.row](model, device)
     else:
-        handle = None if options.row == "nothing" else offload.apply(model, weights=options.row)
+        if options.row == "nothing":
+            if quantize is not None:
+                expand_frozen(model)
+        else:
+            handle = offload.apply(model, weights=options.row, quantize=quantize)
         optimizer = _optimizer(model)
     x = torch.randn(1, tokens, shape.hidden, device=device, dtype=dtype)
 

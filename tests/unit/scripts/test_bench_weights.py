@@ -10,6 +10,13 @@ import pytest
 import bench_weights
 
 
+def test_int8_rows_have_the_bits_of_the_expanded_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_weights.main(["--tiny", "--work", "70b", "--rows", "nothing,host"])
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [line.split("|")[1].strip() for line in printed] == ["row", "nothing", "host"]
+    assert all(line.endswith("| same |") for line in printed[1:]), printed
+
+
 def test_each_row_is_printed_and_has_the_bits_of_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
