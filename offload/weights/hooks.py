@@ -5,8 +5,11 @@ One invariant: a copy of a module, by deepcopy or pickle, has hooks that do noth
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, cast
 
 from torch import nn
@@ -16,6 +19,9 @@ from offload.weights.weight import BlockHolder, BlockWeights, Close, Weight
 
 __all__ = ["BlockCalls", "HostState", "refuse_recorded_graphs", "refuse_without_values"]
 
+_COMPILED, _IN_DYNAMO = ("compile_wrapper", "_fn"), os.path.join("_dynamo", "eval_frame.py")
+"""Frames in which torch runs what was compiled: of the block, or of anything around it."""
+
 
 class BlockCalls:
     """The hooks of a block, as `HookPair` calls them."""
@@ -23,13 +29,13 @@ class BlockCalls:
     def __init__(self, stream: BlockHolder, block: BlockWeights) -> None:
         self._stream = stream
         self._block = block
-        self._compiled: object = None  # that was looked at
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Close:
-        compiled = getattr(module, "_compiled_call_impl", None)
-        if compiled is not self._compiled:
-            refuse_recorded_graphs(module, self._block.name)
-            self._compiled = compiled
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_name in _COMPILED and frame.f_code.co_filename.endswith(_IN_DYNAMO):
+                _refuse_config(getattr(frame.f_locals.get("self"), "compiler_config", None), self._block.name)
+            frame = frame.f_back
         return self._stream.enter(self._block, args, kwargs)
 
     def leave(self, close: Close, output: Any, failed: bool) -> None:
@@ -40,7 +46,10 @@ def refuse_recorded_graphs(module: nn.Module, name: str) -> None:
     """Raises ValueError where the module is compiled with CUDA graphs, which read weights at one address."""
     compiled = getattr(module, "_compiled_call_impl", None) or module
     asked = getattr(compiled, "get_compiler_config", None)
-    config = asked() if callable(asked) else None
+    _refuse_config(asked() if callable(asked) else None, name)
+
+
+def _refuse_config(config: object, name: str) -> None:
     if isinstance(config, dict) and config.get("triton.cudagraphs"):
         raise ValueError(
             f"{name} is compiled with CUDA graphs (mode='reduce-overhead', or triton.cudagraphs), which read "

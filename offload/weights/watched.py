@@ -319,7 +319,7 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
         tensor.data = value
         return
     with torch._C.DisableTorchFunctionSubclass():
-        if tensor.is_set_to(value):
+        if tensor.device == value.device and tensor.is_set_to(value):
             return
     read = (weight, owner_of(value)) if isinstance(value, StreamedWeight) else (weight,)
     with _held(read), torch.no_grad():

@@ -62,6 +62,20 @@ def test_a_loop_of_ones_own_moves_what_its_blocks_save(capsys: pytest.CaptureFix
     assert share_held() < 0.5
 
 
+def test_a_model_that_is_larger_than_its_device_trains_with_the_bits_of_plain_torch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    layers, width = 8, 512
+    block = 2 * 4 * width * width * 4
+    for row in run("larger_than_device", layers=layers, width=width, steps=2):
+        assert row["weights"] >= layers * block > 3 * row["total"]
+        assert row["peak"] == 2 * block <= row["total"]
+        assert row["bits"]
+    out = capsys.readouterr().out
+    assert out.count("8 blocks of 67.11 MB wait on the host, at most 16.78 MB on the device") == 2
+    assert len(re.findall(r"^(?:LoRA|full) .* equal$", out, flags=re.MULTILINE)) == 2
+
+
 def test_images_of_several_sizes_leave_only_above_the_mark(capsys: pytest.CaptureFixture[str]) -> None:
     run("watermark", high_mb=1000.0)
     assert capsys.readouterr().out.count(" 0.00 MB left in 0 of 50") == 6

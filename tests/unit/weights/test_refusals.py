@@ -110,6 +110,23 @@ def test_blocks_compiled_with_graphs() -> None:
         layers[1]._compiled_call_impl = None
 
 
+@pytest.mark.parametrize("compiled", ["function", "model", "block"])
+def test_graphs_that_are_recorded_around_blocks(compiled: str) -> None:
+    """Nothing of the model says so: only the call comes from compiled code."""
+    model = nn.Sequential(nn.Sequential(*Model().layers))
+    if compiled == "model":
+        run = torch.compile(model, mode="reduce-overhead")
+    handle = offload.apply(model, weights="host", blocks="0.*")
+    if compiled == "function":
+        run = torch.compile(lambda x: model(x), mode="reduce-overhead")
+    if compiled == "block":
+        model[0][1] = torch.compile(model[0][1], mode="reduce-overhead")  # type: ignore[index, operator]
+        run = model
+    with pytest.raises(ValueError, match=r"0\.[01] is compiled with CUDA graphs"):
+        run(torch.randn(ROWS, WIDTH))
+    handle.remove()
+
+
 def test_compiled_blocks() -> None:
     with streamed(Model(3)) as pair:
         for model in (pair.model, pair.plain):
