@@ -109,7 +109,8 @@ class CpuBucket(HostBucket):
         return count
 
     def _as_copied(self, gradient: Tensor, member: ParamView) -> Tensor:
-        return gradient if gradient.dtype == member.dtype else gradient.to(self.master_dtype)
+        as_it_is = gradient.dtype == member.dtype or not self.device.owns(gradient)
+        return gradient if as_it_is else gradient.to(self.master_dtype)
 
     def set_gradients(self, gradients: Mapping[int, Tensor]) -> None:
         super().set_gradients(gradients)
@@ -125,7 +126,8 @@ class CpuBucket(HostBucket):
         return: so the host's side is free too. Order: [Order: gradients out]."""
         pairs: list[CopyPair] = []
         for position, gradient, weights in zip(self.stepped, self.gradients, self.weights, strict=True):
-            pairs.append((self.gradient_on_host(position, gradient.dtype), gradient))
+            if self.device.owns(gradient):
+                pairs.append((self.gradient_on_host(position, gradient.dtype), gradient))
             pairs.append((self.on_host(position), weights))
         self.device.wait(self.device.d2h, made, "gradients out")
         self._copied = self.copies.send(as_bytes(pairs))
@@ -146,6 +148,9 @@ class CpuBucket(HostBucket):
         for position, source in zip(self.stepped, self.gradients, strict=True):
             piece, leaf = self.layout.pieces[position], self.leaves[position]
             gradient, weights = self.gradient_on_host(position, source.dtype), self.on_host(position)
+            if not device.owns(source):  # it waited on the host
+                device.note_read(device.host, source.view(torch.uint8))
+                gradient = source
             device.note_read(device.host, weights.view(torch.uint8))
             if weights.dtype != self.master_dtype:
                 update_master(self.flat("master", piece), weights)

@@ -73,7 +73,8 @@ class HostBucket(ABC):
             part = self._as_copied(gradient.narrow(0, piece.first, piece.numel), member)
             weights = member.flat.narrow(0, piece.first, piece.numel)
             for each in (part, weights):
-                self.device.note_write(self.device.compute, each.view(torch.uint8))
+                if self.device.owns(each):
+                    self.device.note_write(self.device.compute, each.view(torch.uint8))
             self.stepped.append(position)
             self.gradients.append(part)
             self.weights.append(weights)

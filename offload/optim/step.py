@@ -8,6 +8,7 @@ checks every gradient and every promise of `overlap` before it steps anything, a
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import weakref
@@ -21,7 +22,7 @@ from offload.client import Client
 from offload.engine import OffloadEngine
 from offload.optim.backward import BackwardSteps
 from offload.optim.entries import UserState
-from offload.optim.placing import Placement, PlacingOptions
+from offload.optim.placing import Place, Placement, PlacingOptions
 from offload.optim.ranks import clip_, several_ranks, total_norm
 from offload.optim.resident import ResidentPart
 from offload.optim.stepping import HostedSteps
@@ -282,7 +283,7 @@ class StepRunner(Client):
             if self.placed.is_offloaded(member) and member.index in gradients
         ]
         flats = {
-            member.index: member.flat_gradient(gradients[member.index])
+            member.index: self._flat_gradient(member, gradients[member.index])
             for member in offloaded
             if member.index in needed
         }
@@ -304,6 +305,18 @@ class StepRunner(Client):
                 self.steps.torn = False
             self.steps.settle()
             raise
+
+    def _flat_gradient(self, member: ParamView, gradient: Tensor) -> Tensor:
+        """Where the gradient waits on the host, its bytes there, which its buckets take as they are."""
+        returned = functools.partial(weakly(self.steps.await_weights), (member.index,))
+        lent = member.lent_gradient(gradient, returned)
+        if lent is None:
+            return member.flat_gradient(gradient)
+        if self.placed[member] is Place.STREAMED and not self.placed.streamed.takes_lent:
+            self.steps.end_on_host()
+            self.placed.streamed.takes_lent = True
+            self.placed.streamed.make_ring()
+        return lent
 
     def _end_step(self, gradients: Mapping[int, Tensor], offloaded: Sequence[ParamView]) -> None:
         """All that a step writes has been issued."""

@@ -104,6 +104,7 @@ class StreamedBucket(HostBucket):
         if self._state_out is not None:
             device.wait(device.h2d, self._state_out, "state in")
         nbytes = layout.numel * self.master_dtype.itemsize
+        lent = [not (self.weights_on_host or device.owns(each)) for each in self.gradients]
         state = {name: slot.flats[name].narrow(0, 0, nbytes) for name in self.names()}
         inward = [(flat, self.section.slot(name, layout.start, layout.numel)) for name, flat in state.items()]
         outward: list[CopyPair] = [(on_host, flat) for flat, on_host in inward]
@@ -115,6 +116,15 @@ class StreamedBucket(HostBucket):
             for flats, on_host in ((gradients, self.gradients), (weights, self.weights)):
                 inward += zip(map(_bytes_of, flats), map(_bytes_of, on_host), strict=True)
             outward += zip(map(_bytes_of, self.weights), map(_bytes_of, weights), strict=True)
+        if any(lent):
+            device.wait(device.h2d, released, "gradients made")
+            room = self._pieces_in(slot.flats["lent"])
+            gradients = [
+                piece.view(each.dtype).narrow(0, 0, each.numel()) if waits else each
+                for piece, each, waits in zip(room, gradients, lent, strict=True)
+            ]
+            pairs = zip(map(_bytes_of, gradients), map(_bytes_of, self.gradients), lent, strict=True)
+            inward += [(here, on_host) for here, on_host, waits in pairs if waits]
         try:
             device.wait(ring.lane, self.copies.fetch(inward), "state here")
             device.wait(ring.lane, released, "gradients made")
@@ -198,6 +208,8 @@ class StreamedPart(HostPart[StreamedBucket]):
         new_bucket = functools.partial(StreamedBucket, weights_on_host=weights_on_host)
         super().__init__(engine, options, new_bucket, whole=False)
         self._weights_on_host = weights_on_host
+        self.takes_lent = False
+        """The ring has room for gradients that wait on the host."""
         self._ring_flats: tuple[int, list[tuple[str, int]]] = (0, [])
 
     def _specs(self, dtype: torch.dtype, master_dtype: torch.dtype) -> list[FlatSpec]:
@@ -207,14 +219,18 @@ class StreamedPart(HostPart[StreamedBucket]):
     def regroup(self, groups: Sequence[UserGroup]) -> None:
         """Follow the groups, and make room on the device for the buckets that are on it at once."""
         super().regroup(groups)
-        if not self.buckets:
-            return
+        if self.buckets:
+            self.make_ring()
+
+    def make_ring(self) -> None:
+        """Between steps, with nothing in flight."""
         for bucket in self.buckets:
             bucket.groups = [self._group_of.get(member.index, {}) for member in bucket.members]
         numel = max(bucket.layout.numel for bucket in self.buckets)
         names = {name for bucket in self.buckets for name in bucket.names()}
         size = max(bucket.master_dtype.itemsize for bucket in self.buckets)
         also = ["weights", "grad"] if self._weights_on_host else ["grad"] if "master" in names else []
+        also += ["lent"] if self.takes_lent else []
         flats = [(name, size) for name in (*sorted(names), *also)]
         if (numel, flats) != self._ring_flats:  # between steps
             self._ring_flats = numel, flats

@@ -137,6 +137,8 @@ class WeightWatch:
         and nothing, where its class could not be put back: it is not torch's own Parameter with a plain
         gradient. What FSDP2 shards is read by its gathers past Python."""
         found = parameter.grad
+        if isinstance(found, Watched) and found.comes_and_goes:  # its owner waits before it changes
+            found = None
         if type(parameter) not in (nn.Parameter, AwaitedWeight) or not (
             found is None or (type(found) in (Tensor, AwaitedGradient) and not found._is_view())
         ):

@@ -6,7 +6,7 @@ shard) and however its dimensions are laid out, as long as its elements fill one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from offload.device import Device
 from offload.errors import OffloadError
+from offload.params.watched import Watched
 
 __all__ = [
     "ParamView",
@@ -150,9 +151,17 @@ class ParamView:
         elif is_laid_out_as(self.parameter, own) and _is_writable(local_of(own)):
             local_of(own).copy_(local_of(values))
 
+    def lent_gradient(self, gradient: Tensor, returned: Callable[[], None]) -> Tensor | None:
+        """The same in host memory, of one that waits there, until `returned` is called; else None."""
+        if isinstance(gradient, Watched) and (gradient.stride(), gradient.dtype) == (self.stride, self.dtype):
+            return type(gradient).lend(gradient, returned)
+        return None
+
     def flat_gradient(self, gradient: Tensor) -> Tensor:
         """The gradient's elements in the order of the parameter's memory, 1-D; a copy on the current lane
         where it lies otherwise. Raises OffloadError for a sparse one, or one of another size or device."""
+        if isinstance(gradient, Watched):
+            type(gradient).stay(gradient)
         local = local_of(gradient).detach()
         if local.layout is not torch.strided:
             raise OffloadError(

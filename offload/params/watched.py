@@ -64,6 +64,17 @@ class Watched(Tensor):
         raise NotImplementedError
 
     @classmethod
+    def stay(cls, tensor: Any) -> None:
+        """The bytes stay on the device from here on, and the tensor is torch's own."""
+
+    @classmethod
+    def lend(cls, tensor: Any, returned: Callable[[], None]) -> Tensor | None:
+        """The tensor's elements in host memory, in the order of the device's, 1-D; None where there are none.
+        They are there for what the current lane does next, and stay until `returned` is called, which waits
+        for who has them: it is called before they change."""
+        return None
+
+    @classmethod
     def make_ready(cls, found: Any) -> None:
         """The bytes of all that this class watches among `found` may be used from here on, until the call
         that asked ends."""

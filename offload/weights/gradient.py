@@ -36,7 +36,7 @@ class Gradient(Weight):
     ) -> None:
         self._tensor: Callable[[], Tensor | None] = _nothing
         super().__init__(owner, name, module, attribute)
-        self._tensor = _nothing
+        self._tensor = self.returned = _nothing
         self.block = BlockWeights(index, name, device, [])
 
     @property
@@ -86,6 +86,11 @@ class Gradient(Weight):
         block.present, block.pinned, block.home = True, False, lane
         block.readers = {id(lane): lane}
         block.arrived = block.device.record(lane)
+
+    def await_return(self) -> None:
+        """Before the host bytes change: who has borrowed them has read them, for the current lane."""
+        returned, self.returned = self.returned, _nothing
+        returned()
 
     def forget(self) -> None:
         """It comes and goes no more."""

@@ -46,6 +46,7 @@ from offload.device import Lane
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError
 from offload.params.sections import check_budget
+from offload.params.watched import Watched
 from offload.telemetry.records import ClientStats
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.admission import Priority
@@ -116,17 +117,18 @@ class GradientStream(Client):
     def _hook_trained(self) -> None:
         """Follow parameters that were frozen, and are trained now, and those that have taken another's place.
         Blocks the host for pinning."""
-        for gradient in self.gradients:
-            owner, handles = gradient.owner, self._handles.get(gradient)
-            if owner is None or owner.is_meta or not (owner.requires_grad and owner.is_leaf):
-                continue  # one on meta may have no hooks until it has values
-            if handles is None or handles[0].hooks_dict_ref() is not owner._backward_hooks:
-                gradient.make_master(self._engine.arena)
-                before, after = (partial(hook, gradient) for hook in self._hooks)
-                self._handles[gradient] = (
-                    owner.register_hook(before),
-                    owner.register_post_accumulate_grad_hook(after),
-                )
+        with torch._C.DisableTorchFunctionSubclass():  # an optimizer may still write the parameters
+            for gradient in self.gradients:
+                owner, handles = gradient.owner, self._handles.get(gradient)
+                if owner is None or owner.is_meta or not (owner.requires_grad and owner.is_leaf):
+                    continue  # one on meta may have no hooks until it has values
+                if handles is None or handles[0].hooks_dict_ref() is not owner._backward_hooks:
+                    gradient.make_master(self._engine.arena)
+                    before, after = (partial(hook, gradient) for hook in self._hooks)
+                    self._handles[gradient] = (
+                        owner.register_hook(before),
+                        owner.register_post_accumulate_grad_hook(after),
+                    )
         self.figures.host_bytes = sum(gradient.nbytes for gradient in self._handles)
         self.figures.count = len(self._handles)
 
@@ -223,14 +225,20 @@ class GradientStream(Client):
         tensor, block = gradient.now, gradient.block
         if gradient.is_owners:
             gradient.dirty |= gradient.parameter._version != gradient.version
+            if gradient.is_held_elsewhere:
+                self.let_go(gradient)
+                return
             block.readers[id(lane)] = lane
         elif tensor is None or not may_leave(tensor, self._device):
             return
+        elif isinstance(gradient.owner, Watched) and not gradient.owner.comes_and_goes:
+            return  # an optimizer has taken it, in the backward
         elif not has_own_storage(tensor):
             self._say_shared(gradient)
             return
         else:
             self._retire(gradient)
+            gradient.await_return()
             if block.arrived is not None:
                 self._device.wait(self._device.d2h, block.arrived, "gradients home")
             if gradient.master.numel() != tensor.untyped_storage().nbytes():  # of another dtype than before
@@ -249,6 +257,8 @@ class GradientStream(Client):
 
     def _go(self, block: BlockWeights) -> None:
         if not block.entered and block.weights:
+            if any(weight.dirty for weight in block.weights):
+                self.gradients[block.index].await_return()
             self.residency.write_back(block)
             self._going.append(block)
 
@@ -379,6 +389,16 @@ class GradientStream(Client):
                 self.residency.present_bytes -= weight.block.nbytes
                 self._forget(weight)
 
+    def lend(self, weight: Weight, returned: Callable[[], None]) -> Tensor:
+        """As GradientHolder. Order: [Order: gradients sent]."""
+        assert isinstance(weight, Gradient)
+        with self._lock:
+            self.residency.write_back(weight.block)
+            if weight.block.left is not None:
+                self._device.wait(self._device.compute, weight.block.left, "gradients sent")
+            weight.returned = returned
+            return weight.master.view(weight.parameter.dtype)
+
     def _say_shared(self, gradient: Gradient) -> None:
         if self._said.first("shared"):
             logger.warning(
@@ -416,6 +436,7 @@ class GradientStream(Client):
             self._settle()
             for gradient in self.gradients:
                 self._retire(gradient)
+                gradient.await_return()
             self.removed = True
             for handle in [handle for pair in self._handles.values() for handle in pair]:
                 handle.remove()

@@ -95,8 +95,9 @@ class StreamedWeight(Watched):
             return _aliases_in(untouched(func, args, kwargs), owners)
         if func in _BACKWARDS and (inputs := args[1] if func is torch.autograd.grad else kwargs["inputs"]):
             return _differentiate(func, args[0], inputs, kwargs)
-        for other in {type(each) for each in watched_in((args, kwargs), Watched)} - {cls}:
-            other.make_ready((args, kwargs))
+        for other in {type(each) for each in watched_in((args, kwargs), Watched)}:
+            if not issubclass(other, StreamedWeight):
+                other.make_ready((args, kwargs))
         pieces = _pieces(args, kwargs) if _LISTS.match(getattr(func, "__name__", "")) else ()
         if len(pieces) < 2:
             return _run(func, args, kwargs)
@@ -145,17 +146,20 @@ class StreamedGradient(StreamedWeight):
     @classmethod
     def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if func in _ASKED_BY_COLLECTIVES and sys._getframe(2).f_globals.get("__name__") == _COLLECTIVES:
-            cls.stay(args)
+            cls.stay(args[0])
             return func(*args, **kwargs)
         return super().touch(func, args, kwargs)
 
     @classmethod
-    def stay(cls, found: Any) -> None:
-        """Those among `found` are on the device, and torch's own, until the next backward has added to
-        them."""
-        for tensor in watched_in(found, cls):
-            gradient = owner_of(tensor)
-            cast(GradientHolder, holder_of(gradient)).let_go(gradient)
+    def stay(cls, tensor: Any) -> None:
+        """As Watched; until the next backward has added to it."""
+        gradient = owner_of(tensor)
+        cast(GradientHolder, holder_of(gradient)).let_go(gradient)
+
+    @classmethod
+    def lend(cls, tensor: Any, returned: Callable[[], None]) -> Tensor | None:
+        gradient = owner_of(tensor)
+        return cast(GradientHolder, holder_of(gradient)).lend(gradient, returned)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:

@@ -114,6 +114,9 @@ class GradientHolder(Holder, Protocol):
     def let_go(self, weight: Weight) -> None:
         """The gradient is on the device, and torch's own, until the next backward has added to it."""
 
+    def lend(self, weight: Weight, returned: Callable[[], None]) -> Tensor:
+        """As Watched."""
+
 
 class BlockHolder(Holder, Protocol):
     """Who streams the weights of blocks, as hooks of modules ask."""
