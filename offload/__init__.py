@@ -40,6 +40,8 @@ from offload.compat.interface import (
 from offload.compat.manager import PipelineOffloadManager
 from offload.compat.tensor_pool import GPUTensorPool as GPUTensorPool
 from offload.compat.tensor_pool import TensorPool as TensorPool
+from offload.conductor.arbiter import Conductor
+from offload.conductor.config import ConductorConfig as ConductorConfig
 from offload.config import OffloadConfig
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError as CaptureError
@@ -91,6 +93,7 @@ process.manager_type = PipelineOffloadManager
 packages.install()
 
 __all__ = [
+    "Conductor",
     "FSDPGPUOptimizerWrapper",
     "HostBudgetError",
     "HybridDeviceOptimizer",

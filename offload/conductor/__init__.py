@@ -1,5 +1,7 @@
 """The conductor: one arbiter over the link, the device and the host. It asks nobody for an order, and gives
 none: clients decide what moves and when, and it says whether now is the time.
+
+Names that users of runtimes of their own need are here; the parts are in files of their own (runtime.py).
 """
 
 from __future__ import annotations
@@ -8,18 +10,12 @@ from offload.conductor.adapters import ActStagehandConductorAdapter as ActStageh
 from offload.conductor.adapters import ConductorAdapter as ConductorAdapter
 from offload.conductor.adapters import SquareQConductorAdapter as SquareQConductorAdapter
 from offload.conductor.adapters import StagehandConductorAdapter as StagehandConductorAdapter
-from offload.conductor.budget import BudgetManager as BudgetManager
+from offload.conductor.arbiter import Conductor as Conductor
 from offload.conductor.budget import Pool as Pool
 from offload.conductor.budget import Reservation as Reservation
 from offload.conductor.budget import ReservationKind as ReservationKind
 from offload.conductor.config import ConductorConfig as ConductorConfig
-from offload.conductor.phases import PhaseCoordinator as PhaseCoordinator
 from offload.conductor.phases import PhaseOrderError as PhaseOrderError
 from offload.conductor.rules import HeuristicPolicyBridgeV0 as HeuristicPolicyBridgeV0
-from offload.conductor.rules import PolicyBridge as PolicyBridge
-from offload.conductor.rules import RuntimeLimitHints as RuntimeLimitHints
-from offload.conductor.rules import TurnsPolicyBridge as TurnsPolicyBridge
 from offload.conductor.runtime import ConductorRuntime as ConductorRuntime
-from offload.conductor.slots import TransferManager as TransferManager
 from offload.conductor.slots import TransferToken as TransferToken
-from offload.conductor.telemetry import TelemetryHub as TelemetryHub

@@ -23,17 +23,13 @@ from enum import Enum
 from typing import NamedTuple
 
 from offload.client import Phase
+from offload.conductor.config import ConductorConfig
 from offload.transfer.admission import DenialReason, Denied, Priority
 
 __all__ = ["SHARES_PERCENT", "BudgetManager", "Counts", "Pool", "Reservation", "ReservationKind"]
 
-SHARES_PERCENT = {
-    Priority.BACKGROUND: 80,
-    Priority.SPECULATIVE: 90,
-    Priority.REQUIRED: 100,
-    Priority.CRITICAL: 100,
-}
-"""Of the cap of its kind, by priority."""
+SHARES_PERCENT = (80, 90, 100, 100)
+"""Of the cap of its kind: BACKGROUND, SPECULATIVE, REQUIRED, CRITICAL."""
 
 
 class Pool(Enum):
@@ -97,20 +93,13 @@ class BudgetManager:
     """allocated: tells the bytes allocated on the device. soft_bytes, hard_bytes: caps of the device.
     pinned_bytes: cap of the host; None for none."""
 
-    def __init__(
-        self,
-        allocated: Callable[[], int],
-        *,
-        soft_bytes: int,
-        hard_bytes: int,
-        pinned_bytes: int | None,
-        counts: Counts,
-    ) -> None:
-        self.allocated = allocated
-        self.soft_bytes, self.hard_bytes, self.pinned_bytes = soft_bytes, hard_bytes, pinned_bytes
-        self.counts = counts
+    def __init__(self, allocated: Callable[[], int], config: ConductorConfig, counts: Counts) -> None:
+        self.allocated, self.counts = allocated, counts
+        self.soft_bytes, self.hard_bytes = config.soft_bytes, config.hard_bytes
+        self.pinned_bytes = config.pinned_bytes
         self.guest_bytes = 0
         self._held: dict[int, Reservation] = {}
+        self._reported: dict[str, int] = {}  # pinned bytes, by owner
         self._numbers = 0
 
     # -- figures ---------------------------------------------------------------------------------------------
@@ -120,9 +109,8 @@ class BudgetManager:
         return self.hard_bytes - self.allocated()
 
     def granted_bytes(self, pool: Pool) -> int:
-        """What is promised there; of a floor and what was taken out of it, the larger."""
-        owners = {one.owner for one in self._held.values() if one.pool is pool}
-        return sum(self._owned(pool, owner).claim for owner in owners)
+        """What is promised or reported there; of a floor and what was taken out of it, the larger."""
+        return self._promised(pool)
 
     def held(self) -> list[Reservation]:
         """Those that are not released, oldest first."""
@@ -155,23 +143,14 @@ class BudgetManager:
                 granted = room
         self.counts.partials += partial
         self.counts.grants += not partial
-        return self._hold(owner, pool, kind, nbytes, granted, priority, phase)
+        self._numbers += 1
+        held = Reservation(self._numbers, owner, pool, kind, nbytes, granted, priority, phase)
+        self._held[held.number] = held
+        return held
 
     def report_pinned(self, owner: str, nbytes: int) -> None:
         """What `owner` has pinned, in place of what it reported before: a fact, which no cap refuses."""
-        for one in self.held():
-            if one.owner == owner and one.pool is Pool.PINNED and one.kind is ReservationKind.HARD:
-                del self._held[one.number]
-        if nbytes:
-            hard = ReservationKind.HARD
-            self._hold(owner, Pool.PINNED, hard, nbytes, nbytes, Priority.REQUIRED, None)
-
-    def refuses_prefetch(self, nbytes: int) -> DenialReason | None:
-        """Why so many bytes should not be fetched ahead now; None where they fit."""
-        used = self._used(Pool.VRAM)
-        if nbytes > self.hard_bytes - used:
-            return DenialReason.VRAM_HARD_CAP
-        return DenialReason.VRAM_SOFT_CAP if nbytes > self.soft_bytes - used else None
+        self._reported[owner] = nbytes
 
     def release(self, reservation: Reservation | int) -> bool:
         """Take the promise back. One that is released, or is not known, is passed over: False."""
@@ -229,23 +208,12 @@ class BudgetManager:
             min((one.nbytes for one in held if one.kind is ReservationKind.CEILING), default=None),
         )
 
+    def _promised(self, pool: Pool, *, but: str | None = None) -> int:
+        owners = {one.owner for one in self._held.values() if one.pool is pool} - {but}
+        reported = sum(self._reported.values()) if pool is Pool.PINNED else 0
+        return reported + sum(self._owned(pool, owner).claim for owner in owners)
+
     def _used(self, pool: Pool, *, but: str | None = None) -> int:
         """What is there and what is promised, to all owners but one."""
-        owners = {one.owner for one in self._held.values() if one.pool is pool} - {but}
-        promised = sum(self._owned(pool, owner).claim for owner in owners)
-        return promised if pool is Pool.PINNED else promised + self.allocated() + self.guest_bytes
-
-    def _hold(
-        self,
-        owner: str,
-        pool: Pool,
-        kind: ReservationKind,
-        nbytes: int,
-        granted: int,
-        priority: Priority,
-        phase: Phase | None,
-    ) -> Reservation:
-        self._numbers += 1
-        held = Reservation(self._numbers, owner, pool, kind, nbytes, granted, priority, phase)
-        self._held[held.number] = held
-        return held
+        there = 0 if pool is Pool.PINNED else self.allocated() + self.guest_bytes
+        return there + self._promised(pool, but=but)

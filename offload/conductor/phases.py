@@ -30,13 +30,7 @@ LEGAL_MOVES: Mapping[Phase | None, frozenset[Phase]] = {
 }
 """None: no step has begun yet."""
 
-_CALLS = {
-    Phase.STEP_BEGIN: "begin_step()",
-    Phase.FORWARD: "enter_forward()",
-    Phase.BACKWARD: "enter_backward()",
-    Phase.OPTIMIZER: "enter_optimizer()",
-    Phase.STEP_END: "end_step()",
-}
+_CALLS = ("begin_step()", "enter_forward()", "enter_backward()", "enter_optimizer()", "end_step()")
 
 
 class PhaseOrderError(OffloadError):
@@ -69,10 +63,11 @@ class PhaseCoordinator:
             return
         if phase not in LEGAL_MOVES[self.phase]:
             before = "before the first begin_step()" if self.phase is None else f"in {self.phase.name}"
-            legal = ", ".join(_CALLS[move] for move in _ORDER if move in LEGAL_MOVES[self.phase])
+            moves = [_ORDER.index(move) for move in LEGAL_MOVES[self.phase]]
+            legal = ", ".join(_CALLS[place] for place in sorted(moves))
             raise PhaseOrderError(
-                f"{_CALLS[phase]} {before}: a step goes from STEP_BEGIN by FORWARD and BACKWARD, which may "
-                f"take turns, to OPTIMIZER and STEP_END; legal from here: {legal}"
+                f"{_CALLS[_ORDER.index(phase)]} {before}: a step goes from STEP_BEGIN by FORWARD and "
+                f"BACKWARD, which may take turns, to OPTIMIZER and STEP_END; legal from here: {legal}"
             )
         now = self._clock()
         if phase is Phase.STEP_BEGIN:

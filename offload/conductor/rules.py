@@ -16,10 +16,9 @@ from typing import Protocol
 
 from offload.client import Phase
 
-__all__ = ["HeuristicPolicyBridgeV0", "PolicyBridge", "RuntimeLimitHints", "TurnsPolicyBridge"]
+__all__ = ["HeuristicPolicyBridgeV0", "PolicyBridge", "RuntimeLimitHints", "TurnsPolicyBridge", "is_pressed"]
 
 PRESSURE_PERCENT = 80
-"""Above it, not at it."""
 
 FULL_CHECKS = 3
 """Consecutive ones that change nothing yet."""
@@ -36,6 +35,11 @@ class RuntimeLimitHints:
     max_inflight_d2h: int
     prefetch_window_cap: int | None = None
     suppress_speculative: bool = False
+
+
+def is_pressed(allocated_bytes: int, hard_bytes: int) -> bool:
+    """Whether pressure is above PRESSURE_PERCENT: at it, it is not."""
+    return allocated_bytes * 100 > hard_bytes * PRESSURE_PERCENT
 
 
 class PolicyBridge(Protocol):
@@ -81,7 +85,7 @@ class HeuristicPolicyBridgeV0:
     def enter(self, phase: Phase, allocated_bytes: int, hard_bytes: int) -> None:
         """A phase begins, with so much allocated."""
         self._phase = phase
-        if phase is Phase.BACKWARD and allocated_bytes * 100 > hard_bytes * PRESSURE_PERCENT:
+        if phase is Phase.BACKWARD and is_pressed(allocated_bytes, hard_bytes):
             self._suppressed, self._cap = True, 1
         if phase is Phase.OPTIMIZER:
             self._suppressed = True

@@ -29,8 +29,8 @@ import torch
 from offload.client import Phase
 from offload.conductor.adapters import ConductorAdapter
 from offload.conductor.budget import BudgetManager, Counts, Pool, Reservation, ReservationKind
-from offload.conductor.config import ConductorConfig
-from offload.conductor.phases import PhaseCoordinator
+from offload.conductor.config import MIB, ConductorConfig
+from offload.conductor.phases import PhaseCoordinator, PhaseOrderError
 from offload.conductor.rules import (
     HeuristicPolicyBridgeV0,
     PolicyBridge,
@@ -84,15 +84,10 @@ class ConductorRuntime:
         if not self._enabled:
             return
         self._lock = threading.RLock()
-        self.step = -1
+        self.step, self._next = -1, 0
         self.counts = Counts()
-        self.budget = BudgetManager(
-            _allocated_by_torch if allocated is None else allocated,
-            soft_bytes=config.soft_bytes,
-            hard_bytes=config.hard_bytes,
-            pinned_bytes=config.pinned_bytes,
-            counts=self.counts,
-        )
+        allocated = _allocated_by_torch if allocated is None else allocated
+        self.budget = BudgetManager(allocated, config, self.counts)
         self.transfers = TransferManager(config.h2d_slots, config.d2h_slots, self.counts)
         if rules is None:
             kind = TurnsPolicyBridge if config.bridge == "turns" else HeuristicPolicyBridgeV0
@@ -104,11 +99,6 @@ class ConductorRuntime:
         self.coordinator = PhaseCoordinator()
         self._before: Phase | None = None
         self.coordinator.listen(self._entered)
-
-    @property
-    def enabled(self) -> bool:
-        """False where the config says so, and after `shutdown`."""
-        return self._enabled
 
     @property
     def phase(self) -> Phase | None:
@@ -140,13 +130,12 @@ class ConductorRuntime:
         these do, where the order cannot be, and nothing has changed then."""
         if self._enabled:
             with self._lock:
-                number = self.step + 1 if step is None else step
-                before, self.step = self.step, number
+                before, self._next = self._next, self._next if step is None else step
                 try:
                     self.coordinator.enter(Phase.STEP_BEGIN)
-                finally:
-                    if self.coordinator.phase is not Phase.STEP_BEGIN:
-                        self.step = before
+                except PhaseOrderError:
+                    self._next = before
+                    raise
 
     def enter_forward(self) -> None:
         """A forward begins; called again in one, it does nothing."""
@@ -187,6 +176,7 @@ class ConductorRuntime:
         if before is not None:
             self.budget.phase_ended(before)
         if phase is Phase.STEP_BEGIN:
+            self.step, self._next = self._next, self._next + 1
             windows = [adapter.window for adapter in self.adapters]
             self.bridge.begin_step(max((window for window in windows if window is not None), default=None))
         allocated = self.budget.allocated()
@@ -195,7 +185,7 @@ class ConductorRuntime:
             self.telemetry.event("phase", phase=phase.value, step=self.step, allocated_bytes=allocated)
         self._push_hints()
         if phase is Phase.STEP_END:
-            self._write_line(allocated)
+            self.telemetry.step_ended(self._line(allocated))
 
     def _push_hints(self) -> None:
         self.hints = hints = self.bridge.hints()
@@ -205,18 +195,22 @@ class ConductorRuntime:
         for adapter in self.adapters:
             adapter.apply_hints(hints, self.phase)
 
-    def _write_line(self, allocated: int) -> None:
-        seconds = self.coordinator.durations
-        self.telemetry.step_ended(
-            step=self.step,
-            allocated_bytes=allocated,
-            hard_bytes=self.budget.hard_bytes,
-            pinned_bytes=self.budget.granted_bytes(Pool.PINNED),
-            in_flight=(self.transfers.in_flight(Direction.H2D), self.transfers.in_flight(Direction.D2H)),
-            counts=(self.counts.grants, self.counts.denials, self.counts.partials),
-            seconds={phase.value: seconds.get(phase, 0.0) for phase in _TIMED},
-            snapshots=self.snapshots(),
-        )
+    def _line(self, allocated: int) -> dict[str, Any]:
+        """The source system's fields, and no other."""
+        seconds, counts = self.coordinator.durations, self.counts
+        return {
+            "step_id": self.step,
+            "vram_allocated_mb": allocated / MIB,
+            "vram_headroom_mb": (self.budget.hard_bytes - allocated) / MIB,
+            "pinned_granted_mb": self.budget.granted_bytes(Pool.PINNED) / MIB,
+            "h2d_inflight": self.transfers.in_flight(Direction.H2D),
+            "d2h_inflight": self.transfers.in_flight(Direction.D2H),
+            "grant_count": counts.grants,
+            "deny_count": counts.denials,
+            "partial_count": counts.partials,
+            "phase_durations": {phase.value: seconds.get(phase, 0.0) for phase in _TIMED},
+            "runtime_snapshots": self.snapshots(),
+        }
 
     def snapshots(self) -> dict[str, dict[str, int | None]]:
         """What the runtimes' attributes are, by adapter; of those that have any."""
@@ -238,14 +232,8 @@ class ConductorRuntime:
         if not self._enabled:
             return Denied(DenialReason.CONDUCTOR_DISABLED)
         with self._lock:
-            answer = self.budget.request(
-                owner,
-                nbytes,
-                kind=kind,
-                pool=pool,
-                priority=priority,
-                phase=self.phase if for_phase else None,
-            )
+            phase = self.phase if for_phase else None
+            answer = self.budget.request(owner, nbytes, kind=kind, pool=pool, priority=priority, phase=phase)
             self._trace("reservation", owner, answer, kind=kind.value, pool=pool.value, nbytes=nbytes)
             return answer
 

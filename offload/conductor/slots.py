@@ -13,11 +13,6 @@ from offload.transfer.admission import DenialReason, Denied, Direction, Priority
 
 __all__ = ["TransferManager", "TransferToken"]
 
-_EXHAUSTED = {
-    Direction.H2D: DenialReason.H2D_SLOTS_EXHAUSTED,
-    Direction.D2H: DenialReason.D2H_SLOTS_EXHAUSTED,
-}
-
 
 @dataclass(slots=True, eq=False)
 class TransferToken:
@@ -57,7 +52,10 @@ class TransferManager:
         """Why a copy gets no slot now; None where it gets one."""
         if self.suppressed and priority is Priority.SPECULATIVE:
             return DenialReason.PHASE_RULE_SUPPRESSED_SPECULATIVE
-        return _EXHAUSTED[direction] if self.in_flight(direction) >= self.allowed[direction] else None
+        exhausted = DenialReason.H2D_SLOTS_EXHAUSTED
+        if direction is Direction.D2H:
+            exhausted = DenialReason.D2H_SLOTS_EXHAUSTED
+        return exhausted if self.in_flight(direction) >= self.allowed[direction] else None
 
     def acquire(self, owner: str, direction: Direction, priority: Priority) -> TransferToken | Denied:
         """A slot, or why there is none. A required copy goes ahead all the same. Blocks the host: never."""

@@ -1,6 +1,6 @@
 """One JSON line every so many steps, and the event trace.
 
-One invariant: a line has exactly the source system's fields, and `events` beside them where they are traced.
+One invariant: a line has the fields that its writer gave it, and `events` beside them where they are traced.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from offload.conductor.config import MIB, ConductorConfig
+from offload.conductor.config import ConductorConfig
 from offload.telemetry.lines import JsonLines
 
 __all__ = ["TelemetryHub"]
@@ -32,37 +32,12 @@ class TelemetryHub:
         if self.traces:
             self._events.append({"event": what, **fields})
 
-    def step_ended(
-        self,
-        *,
-        step: int,
-        allocated_bytes: int,
-        hard_bytes: int,
-        pinned_bytes: int,
-        in_flight: tuple[int, int],
-        counts: tuple[int, int, int],
-        seconds: dict[str, float],
-        snapshots: dict[str, dict[str, int | None]],
-    ) -> None:
-        """in_flight: to the device, to the host. counts: grants, denials, partials, since the start. Raises
-        OSError where the line cannot be written."""
-        self.last = {
-            "step_id": step,
-            "vram_allocated_mb": allocated_bytes / MIB,
-            "vram_headroom_mb": (hard_bytes - allocated_bytes) / MIB,
-            "pinned_granted_mb": pinned_bytes / MIB,
-            "h2d_inflight": in_flight[0],
-            "d2h_inflight": in_flight[1],
-            "grant_count": counts[0],
-            "deny_count": counts[1],
-            "partial_count": counts[2],
-            "phase_durations": seconds,
-            "runtime_snapshots": snapshots,
-        }
+    def step_ended(self, line: dict[str, Any]) -> None:
+        """A step is over, with this line. Raises OSError where it cannot be written."""
+        self.last = line
         self._steps += 1
-        if not self._every or self._steps % self._every:
-            return
-        if self.traces:
-            self.last["events"] = list(self._events)
-            self._events.clear()
-        self._lines.write(self.last)
+        if self._every and self._steps % self._every == 0:
+            if self.traces:
+                line["events"] = list(self._events)
+                self._events.clear()
+            self._lines.write(line)

@@ -17,6 +17,7 @@ from typing import cast
 
 import torch
 
+from offload.client import Phase
 from offload.config import check_index, check_min_elements
 from offload.engine import OffloadEngine
 from offload.groups.again import CallReads, RecomputedHalves
@@ -282,6 +283,8 @@ class ChunkTracker:
         self._forward = handler
         if not self._forward_order:
             self.engine.begin_step()
+        if (sees := self.engine.on_phase) is not None:
+            sees(Phase.FORWARD)
         self._forward_order.append(handler)
         self._lookahead.advance(Action("F", *chunk_id))
         self._look_ahead()
@@ -325,6 +328,8 @@ class ChunkTracker:
         return self.again.reads(handler.id, place) if reads else None
 
     def _start_reading(self, handler: ChunkGroups, kind: str) -> None:
+        if (sees := self.engine.on_phase) is not None:
+            sees(Phase.BACKWARD)
         handler.saved.complete()
         self._backward = handler
         self._kind = kind

@@ -32,6 +32,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from offload.client import Phase
 from offload.compile.untraced import untraced
 from offload.groups.manager import GroupsManager
 
@@ -63,6 +64,7 @@ class Steps:
         self._manager = manager
         self._roots: list[weakref.ref[Any]] = []
         self._hooks: list[Any] = []
+        self._sees: Callable[[Phase], None] | None = None  # who is told as the `step()` under way returns
         self._ending = threading.Lock()
 
     def roots(self) -> list[Root]:
@@ -108,6 +110,9 @@ class Steps:
         """Its `step()` begins, or returns. args: the optimizer first."""
         has_closure = any(callable(given) for given in (*args[1:2], kwargs.get("closure")))
         if has_closure is not returns or torch._C._current_graph_task_id() != -1:
+            sees, self._sees = self._sees, None
+            if sees is not None:
+                sees(Phase.STEP_END)
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         ended = False
@@ -115,7 +120,11 @@ class Steps:
             if any(id(parameter) in stepped for parameter in root.parameters()):
                 root.end_seen = ended = True
         if ended:
-            self._end(self._manager(), guessed=False)
+            manager = self._manager()
+            self._end(manager, guessed=False)
+            if not returns and (sees := manager.engine.on_phase) is not None:
+                self._sees = sees
+                sees(Phase.OPTIMIZER)
 
     def _end(self, manager: GroupsManager, *, guessed: bool) -> None:
         """Where another thread ends the step already, a guess adds nothing."""

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from offload.client import Client
+from offload.client import Client, Phase
 from offload.engine import OffloadEngine
 from offload.optim.backward import BackwardSteps
 from offload.optim.entries import UserState
@@ -207,12 +207,19 @@ class StepRunner(Client):
         if closure and whole is None:
             with torch.enable_grad():
                 loss = closure[0]()
-        with self.steps.stepping:
-            if whole is not None:
-                return self._step_whole(whole, max_grad_norm, *closure)
-            with torch.no_grad():
-                self._step(max_grad_norm)
-        return loss
+        sees = None if closure and whole is not None else self._engine.on_phase  # its closure runs a backward
+        if sees is not None:
+            sees(Phase.OPTIMIZER)
+        try:
+            with self.steps.stepping:
+                if whole is not None:
+                    return self._step_whole(whole, max_grad_norm, *closure)
+                with torch.no_grad():
+                    self._step(max_grad_norm)
+            return loss
+        finally:
+            if sees is not None:
+                sees(Phase.STEP_END)
 
     def called(self, method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """What a method of the class of the one optimizer returns, which finds weights, gradients and state

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from offload.client import Client
+from offload.client import Client, Phase
 from offload.compile.untraced import import_compiler
 from offload.engine import OffloadEngine
 from offload.engines import default_engine
@@ -216,6 +216,8 @@ class ActivationRuntime(Client):
             forward = Forward(chunk_id, scheduler.levels)
             self._by_chunk[chunk_id] = forward
             scheduler.forwards.append(forward)
+            if (sees := self.engine.on_phase) is not None:
+                sees(Phase.FORWARD)
             return forward
 
     def end_forward(self, forward: Forward) -> None:
@@ -294,6 +296,8 @@ class ActivationRuntime(Client):
         """Called after every read of a record of the engine, under its lock."""
         forward = self._by_chunk.get(handle.record.block.group.chunk)  # type: ignore[call-overload]
         if forward is not None:
+            if (sees := self.engine.on_phase) is not None and torch._C._current_graph_task_id() != -1:
+                sees(Phase.BACKWARD)
             self.scheduler.read(forward, handle)
         else:
             self.scheduler.read_elsewhere(handle)

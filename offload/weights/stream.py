@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from offload.client import Client
+from offload.client import Client, Phase
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError
 from offload.params.sections import check_budget
@@ -46,6 +46,7 @@ __all__ = ["WeightStream"]
 
 logger = speaker(__name__)
 
+_PHASES = {Pass.FORWARD: Phase.FORWARD, Pass.BACKWARD: Phase.BACKWARD}
 _TOO_SLOW = 1.2
 """Of a step with all weights on the device: what takes longer is said."""
 
@@ -208,6 +209,8 @@ class WeightStream(Client):
             )
         if torch._C._current_graph_task_id() != -1:
             during = Pass.BACKWARD
+        if (sees := self._engine.on_phase) is not None and during in _PHASES:
+            sees(_PHASES[during])
         use = Use(block.index, during)
         is_new = self.order.note(use)
         with _outside_transforms():

@@ -1,0 +1,271 @@
+"""Conductor: the arbiter of one engine. It stands behind admission, so every copy of every client is asked
+for there, and it follows the phases that the clients see.
+
+    slots        a client that copies in a direction has one slot there, whatever the number of its pieces,
+                 until the last of them has passed. So alone no client is denied for a slot
+    two clients  where others copy to the device too, a prefetch waits until its client has less than
+                 `slot_mb` in flight: copies of a direction are first in, first out, so that is what a
+                 required one behind them waits for
+    suppressed   one prefetch of each client is in flight: the window is 1
+    OPTIMIZER    no saved tensor leaves; it is kept, and nobody waits
+
+A required copy goes ahead with or without a slot. So does a spill while memory is short: to keep its bytes
+would raise the peak that it is to lower. One invariant: whatever fails in here, the copy is made as without a
+conductor.
+
+A phase changes answers, and one bound of transfer/limits.py, which is lifted before a plan is made: a plan
+that was made with the cap of a phase would keep to it for a whole step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from offload.client import Client, Phase
+from offload.conductor.config import ConductorConfig
+from offload.conductor.rules import is_pressed
+from offload.conductor.runtime import ConductorRuntime
+from offload.conductor.slots import TransferToken
+from offload.device import Event
+from offload.engine import OffloadEngine
+from offload.engines import default_engine
+from offload.ids import Owner
+from offload.telemetry.records import ClientStats, StepStats
+from offload.telemetry.speaker import Once, speaker
+from offload.transfer.admission import DenialReason, Denied, Direction, Lease, Priority
+
+__all__ = ["Conductor"]
+
+logger = speaker(__name__)
+
+CLIENT = "conductor"
+
+_SAVE_TENSORS = ("groups", "watermark")  # clients
+
+
+class _Share:
+    """What one client has in flight in one direction: pieces, each with its event once it is issued; under
+    one token, while there are any."""
+
+    def __init__(self) -> None:
+        self.token: TransferToken | None = None
+        self.pieces: dict[_Piece, Event | None] = {}
+
+
+class _Piece:
+    """As Lease: one piece, from its request until its copy has passed."""
+
+    def __init__(
+        self, conductor: Conductor, share: _Share, inner: Lease, nbytes: int, priority: Priority
+    ) -> None:
+        self._conductor, self._share, self._inner = conductor, share, inner
+        self.nbytes, self.priority = nbytes, priority
+
+    def done(self, event: Event | None) -> None:
+        self._inner.done(event)
+        self._conductor._issued(self._share, self, event)
+
+
+class _EngineClient(Client):
+    """The conductor as its engine's steps see it."""
+
+    name = CLIENT
+    listens_only = True
+
+    def __init__(self, conductor: Conductor) -> None:
+        self._conductor = conductor
+
+    def begin_step(self) -> None:
+        self._conductor._saw(Phase.STEP_BEGIN)
+
+    def end_step(self) -> ClientStats:
+        self._conductor._let_saves_leave(True)
+        return ClientStats()
+
+    def step_ended(self, stats: StepStats) -> None:
+        others = {name: of.lent_bytes for name, of in stats.clients.items() if name not in _SAVE_TENSORS}
+        for name, nbytes in others.items():
+            self._conductor.report_pinned(name, nbytes)
+        saved_bytes = stats.host_bytes_lent_peak - sum(others.values())
+        self._conductor.report_pinned("saved tensors", max(0, saved_bytes))
+
+
+class Conductor(ConductorRuntime):
+    """Of one engine, from now on until `shutdown`.
+
+    config: None for the defaults, with `fields` in their place. engine: None for the process's own. Phases
+    are those that clients see: forwards, backwards, optimizers. From the first call of `begin_step` on they
+    are the user's. Runtimes of other systems are registered as with ConductorRuntime, whose arguments it
+    takes. Raises ValueError where the engine has a conductor already. Blocks the host: never.
+    """
+
+    def __init__(
+        self, config: ConductorConfig | None = None, *, engine: OffloadEngine | None = None, **fields: Any
+    ) -> None:
+        self.engine = engine = default_engine() if engine is None else engine
+        fields.setdefault("allocated", self._allocated_bytes)
+        super().__init__(config, **fields)
+        if not self._enabled:
+            return
+        if isinstance(engine.copier.admission, Conductor):
+            raise ValueError("this engine has a Conductor already; use that one, or shutdown() it first")
+        self._by_hand = False
+        self._shares: defaultdict[tuple[str, Direction], _Share] = defaultdict(_Share)
+        self._said = Once()
+        self._saves_leave = True
+        self._limits = engine.limits.contributor(CLIENT, self)
+        self._client = _EngineClient(self)
+        self._inner = engine.copier.admission
+        engine.attach(self._client)
+        engine.copier.admission, engine.on_phase = self, self._saw
+
+    def shutdown(self) -> None:
+        """As ConductorRuntime; the engine is as it was."""
+        if self._enabled:
+            self.engine.copier.admission, self.engine.on_phase = self._inner, None
+            self.engine.detach(self._client)
+            super().shutdown()
+            self._limits.end()
+
+    def _allocated_bytes(self) -> int:
+        """The simulated device counts none: there the saved bytes count."""
+        device = self.engine.device
+        return device.active_bytes() if device.pins else self.engine.transfers.device_bytes
+
+    def _say_failed(self, error: Exception) -> None:
+        if self._said.first("failed"):
+            logger.warning(
+                "the conductor failed (%s: %s): this copy, or phase, goes on as without one; a rule or an "
+                "adapter of your own raised, or its telemetry_file cannot be written",
+                type(error).__name__,
+                error,
+            )
+
+    # -- phases ----------------------------------------------------------------------------------------------
+    def begin_step(self, step: int | None = None) -> None:
+        """As ConductorRuntime; from now on phases are the user's."""
+        self._by_hand = True
+        super().begin_step(step)
+
+    def _saw(self, phase: Phase) -> None:
+        """Some client saw it begin; of STEP_END, that its optimizer's step has returned."""
+        before = self.coordinator.phase
+        ended = phase is Phase.STEP_END and before is not Phase.OPTIMIZER
+        if self._by_hand or before is phase or ended:
+            return
+        try:
+            with self._lock:
+                self.coordinator.reach(phase)
+        except Exception as error:
+            self._say_failed(error)
+
+    def _push_hints(self) -> None:
+        super()._push_hints()
+        self._let_saves_leave(not (self.phase is Phase.OPTIMIZER and self.hints.suppress_speculative))
+
+    def _let_saves_leave(self, leave: bool) -> None:
+        if leave is not self._saves_leave:
+            self._saves_leave = leave
+            self._limits.bound("max_spilling_bytes", None if leave else 0)
+
+    def snapshots(self) -> dict[str, dict[str, int | None]]:
+        """As ConductorRuntime; of the engine's own clients, what holds for them."""
+        found, hints, clients = super().snapshots(), self.hints, {client for client, _ in self._shares}
+        h2d, d2h = hints.max_inflight_h2d, hints.max_inflight_d2h if self._saves_leave else 0
+        if "weights" in clients:
+            found.setdefault("stagehand", {"max_inflight": h2d, "prefetch_window": self._window()})
+        if clients.intersection(_SAVE_TENSORS):
+            found.setdefault("activation_stagehand", {"max_d2h": d2h, "max_h2d": h2d})
+        return found
+
+    # -- as Admission ----------------------------------------------------------------------------------------
+    def ask(self, nbytes: int, direction: Direction, owner: Owner, priority: Priority) -> Lease | Denied:
+        """As Admission. A copy in a capture is not arbitrated: its events cannot be asked for."""
+        inner = self._inner.ask(nbytes, direction, owner, priority)
+        if self.engine.device.is_capturing():
+            return inner
+        try:
+            with self._lock:
+                return self._answer(nbytes, direction, owner.client, priority, inner)
+        except Exception as error:
+            self._say_failed(error)
+            return inner
+
+    def _answer(
+        self, nbytes: int, direction: Direction, client: str, priority: Priority, inner: Lease | Denied
+    ) -> Lease | Denied:
+        self._reap(direction)
+        self._check()
+        share = self._shares[client, direction]
+        if isinstance(inner, Denied):
+            reason: DenialReason | None = inner.reason
+        else:
+            reason = self._refusal(share, nbytes, direction, client, priority)
+        self.counts.denials += reason is not None
+        self.counts.grants += reason is None
+        answer = None if reason is None else Denied(reason)
+        self._trace("slot", client, answer, direction=direction.value, priority=priority.name)
+        lease = inner.lease if isinstance(inner, Denied) else inner
+        if answer is not None and priority < Priority.REQUIRED:
+            lease.done(None)
+            return answer
+        if share.token is None:
+            share.token = self.transfers.take(client, direction, priority)
+        piece = _Piece(self, share, lease, nbytes, priority)
+        share.pieces[piece] = None
+        return piece if reason is None else Denied(reason, piece)
+
+    def _refusal(
+        self, share: _Share, nbytes: int, direction: Direction, client: str, priority: Priority
+    ) -> DenialReason | None:
+        if share.token is None:
+            full = self.transfers.refusal(direction, Priority.REQUIRED)
+            spills = direction is Direction.D2H and client in _SAVE_TENSORS
+            return None if full is not None and spills and self._is_short() else full
+        if priority is not Priority.SPECULATIVE:
+            return None
+        window, ahead = self._window(), sum(piece.priority is priority for piece in share.pieces)
+        if window is not None and ahead >= window and self.hints.suppress_speculative:
+            return DenialReason.PHASE_RULE_SUPPRESSED_SPECULATIVE
+        queued = nbytes + sum(piece.nbytes for piece in share.pieces)
+        crowded = queued > self.config.slot_bytes and self.transfers.in_flight(direction) > 1
+        shrunk = window is not None and ahead >= window
+        return DenialReason.H2D_SLOTS_EXHAUSTED if crowded or shrunk else None
+
+    def _window(self) -> int | None:
+        """Prefetches of one client in flight; None for as many as its own caps have room for."""
+        return 1 if self.hints.suppress_speculative else self.hints.prefetch_window_cap
+
+    def _is_short(self) -> bool:
+        """Whether what is kept instead of sent may be missing: saved bytes have a limit, somebody watches the
+        device, or rule 1 would hold."""
+        limits = self.engine.limits
+        is_bounded = limits.device_limit_bytes is not None or bool(limits.watchers)
+        return is_bounded or is_pressed(self.budget.allocated(), self.budget.hard_bytes)
+
+    def _issued(self, share: _Share, piece: _Piece, event: Event | None) -> None:
+        """The piece is on its lane, until `event` has passed; None: it is over."""
+        with self._lock:
+            if piece in share.pieces and share.pieces[piece] is None:
+                if event is None:
+                    del share.pieces[piece]
+                else:
+                    share.pieces[piece] = event
+            self._free_if_idle(share)
+
+    def _reap(self, direction: Direction) -> None:
+        """Let go of what has passed."""
+        poll = self.engine.device.poll
+        for (_, way), share in self._shares.items():
+            if way is direction and share.token is not None:
+                for piece, event in [*share.pieces.items()]:
+                    if event is None or not poll(event):
+                        break  # a lane is first in, first out
+                    del share.pieces[piece]
+                self._free_if_idle(share)
+
+    def _free_if_idle(self, share: _Share) -> None:
+        if share.token is not None and not share.pieces:
+            self.transfers.release(share.token)
+            share.token = None
