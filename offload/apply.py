@@ -31,11 +31,13 @@ from torch import nn
 
 from offload import marks
 from offload.checkpoint.net import Watch
+from offload.conductor.arbiter import Conductor
 from offload.config import Mode, OffloadConfig, check_min_elements, check_mode
 from offload.device import device_name
 from offload.groups.manager import GroupsManager
 from offload.modules.auto import Auto
 from offload.modules.blocks import Blocks, Modules, find_blocks, match_groups, without_nested
+from offload.modules.conducted import Conducted, conduct, conductor_config
 from offload.modules.hooks import HookPair
 from offload.modules.mixed import MixedCalls
 from offload.modules.recomputed import RecomputedCalls
@@ -109,6 +111,7 @@ class Applied:
 
     mode: as it was asked for. groups: names of the modules, by group; a group is offloaded together. weights:
     what streams of the blocks' weights, None where none does. gradients: the same of those on the host.
+    conductor: who arbitrates, None without one.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class Applied:
         self._name = type(model).__name__
         self._root = root
         self._start = None if root is None else ReportStart(marks.default_manager(), "apply")
+        self.conductor: Conductor | None = None
         self._auto: Auto | None = None
         self._stream: WeightStream | None = None
         self._gradients: GradientStream | None = None
@@ -232,6 +236,10 @@ class Applied:
             raise ValueError(f"write_slab() of {self!r}, of which no weights are INT8")
         return write_slab(path, weights, signature(model, is_adapter), architecture_id)
 
+    def _conduct(self, conductor: Conductor | None, end: Callable[[], None]) -> None:
+        self.conductor = conductor
+        self._undo.callback(end)
+
     def _hook(self, module: nn.Module, calls: Calls) -> None:
         assert self._root is not None
         self._undo.callback(HookPair(module, calls.enter, calls.leave, self._root.calls).remove)
@@ -293,6 +301,7 @@ def apply(
     host_reserve: int | str | None = None,
     weights: int | str | None = None,
     quantize: str | PathLike[str] | None = None,
+    conductor: Conducted = None,
     device: torch.device | int | str | None = None,
     gradients: Literal["host", "device"] | None = None,
 ) -> Applied:
@@ -358,6 +367,9 @@ def apply(
         where a backward has made them on. The next backward adds to them on the device, as torch does, and
         clipping, scaling, optimizers and the loop find them there when they ask. "device": they stay. None:
         those of weights that stream wait on the host, others stay.
+    conductor: True: one arbiter for all that moves on this device, activations, weights and optimizer state
+        (docs/conductor.md). A ConductorConfig, or a JSON file of the source system, for caps, slots and
+        telemetry of your own. It is the process's: it ends with the last handle that has it.
 
     Raises ValueError for anything that cannot be: no blocks, a pattern that matches nothing, an argument that
     the mode has no use for, modules that are applied already, a mode beside another that it excludes, a
@@ -382,6 +394,11 @@ def apply(
         raise ValueError(f"device={device!r} without weights=: a model trains where it is; use model.to()")
     check_gradients(gradients)
     if mode is False:
+        if weights is None and gradients != "host" and conductor:
+            raise ValueError(
+                f"mode=False with conductor={conductor!r}: nothing of {type(model).__name__} moves, so there "
+                "is nothing to arbitrate; leave it out, or build an offload.Conductor for what else moves"
+            )
         _declined.add(model)
         if weights is None and gradients != "host":
             return Applied(model, mode, {}, None)
@@ -422,6 +439,7 @@ def apply(
     here = _device_of(device_name()) if before is None else before.engine.device.torch_device
     where = here if device is None else _device_of(device)
     named_blocks = {name: module for named in streamed.values() for name, module in named.items()}
+    conducted = conductor_config(conductor, None if before is None else before.engine)
     choice, slab = (None, None) if weights is None else chosen_weights(model, named_blocks, where, quantize)
     waits = gradients == "host" or (gradients is None and choice is not None)
     wait = choose_gradients(model, None if gradients == "host" else choice) if waits else []
@@ -432,12 +450,18 @@ def apply(
     elif limited != config:
         _check_nothing_waits(before)
         marks.change_limits(limited)
-    stream = None
-    if choice is not None:
-        stream = WeightStream(marks.default_manager().engine, model, choice, limit_bytes)
-        if slab is not None:
-            slab.load_rest(stream.fill)
-    gradient_stream = _gradient_stream(model, wait, stream)
+    with ExitStack() as undo:
+        arbiter: Conductor | None = None
+        if conducted is not None:
+            arbiter, end_arbiter = conduct(marks.default_manager().engine, conducted)
+            undo.callback(end_arbiter)
+        stream = None
+        if choice is not None:
+            stream = WeightStream(marks.default_manager().engine, model, choice, limit_bytes)
+            if slab is not None:
+                slab.load_rest(stream.fill)
+        gradient_stream = _gradient_stream(model, wait, stream)
+        end_conductor = undo.pop_all().close
 
     forget_compiled(model)
     everything = "all tensors" if mode in ALL_TENSORS else None
@@ -449,6 +473,7 @@ def apply(
         handle._undo.callback(_steps.discard, alone)
         handle._hook(model, alone)
         handle._hook_weights(stream, streamed, gradient_stream, model)
+        handle._conduct(arbiter, end_conductor)
         return handle
     root = (
         WatermarkRoot(model, _steps, marks.default_manager, marks_given, min_numel)
@@ -463,6 +488,7 @@ def apply(
         )
     )
     handle = Applied(model, mode, groups, root)
+    handle._conduct(arbiter, end_conductor)
     _steps.add(root)
     handle._undo.callback(_steps.discard, root)
     # first, so that they are inside of the blocks' other hooks
