@@ -7,14 +7,17 @@ import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 import offload
+from offload.weights.weight import ExpandedLater
 from tests.inside import streaming_of, streams_from
 from tests.unit.groups.stack import build_manager, installed
+from tests.unit.weights.streamed import dequantized
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -132,6 +135,32 @@ def test_an_adapter_trains_and_is_merged_and_unmerged(mode: Any, dora: bool, tmp
     check(merged, its)
     handle.remove()
     check(merged, its)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_trains_on_int8_and_is_saved_without_expanding_it(dora: bool, tmp_path: Path) -> None:
+    model = adapted(use_dora=dora, init_lora_weights=False)
+    plain = copy.deepcopy(model)
+    handle = offload.apply(model, weights="host", quantize="int8")
+    for weight in streaming_of(handle).int8_weights():
+        parameter = plain.get_parameter(weight.name)
+        parameter.data = dequantized(parameter.data)
+    train(model, plain)
+    with patch.object(ExpandedLater, "touch", side_effect=AssertionError):
+        model.save_pretrained(tmp_path)
+    x = ids()
+    for refused in ("merge_adapter", "merge_and_unload"):
+        with pytest.raises(offload.OffloadError, match="is held as INT8"):
+            getattr(model, refused)()
+        with torch.no_grad():
+            assert torch.equal(model(x).logits, plain(x).logits)
+    handle.dequantize()
+    for change in ("merge_adapter", "unmerge_adapter"):
+        for each in (model, plain):
+            getattr(each, change)()
+        check(model, plain)
+    handle.remove()
+    check(model, plain)
 
 
 def on_meta(config: Any) -> Any:

@@ -73,8 +73,31 @@ def test_memory_that_runs_out_now_and_then_drops_what_is_there_and_goes_on(
         assert not any(block.entered for block in pair.stream.blocks)
 
 
-def test_remove_that_does_not_fit_goes_on_streaming(monkeypatch: pytest.MonkeyPatch) -> None:
-    with streamed() as pair:
+@pytest.mark.parametrize("what", ["refill", "empty"])
+def test_int8_goes_on_where_memory_runs_out_now_and_then(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with streamed(frozen=True, quantize="int8", weights=f"{3 * BLOCK_BYTES}B") as pair:
+        device: Any = pair.stream.residency.device
+        plainly, calls = getattr(device, what), []
+
+        def runs_out(*arguments: Any) -> Any:
+            calls.append(1)
+            if len(calls) % 5 == 0:
+                calls.append(1)
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return plainly(*arguments)
+
+        monkeypatch.setattr(device, what, runs_out)
+        pair.train(4)
+        monkeypatch.undo()
+        pair.train(2)
+        stream = pair.stream
+        staged = sum(flat.numel() for block in stream.blocks for _, flat in block.staged)
+        assert stream.residency.present_bytes == pair.present_bytes + staged
+
+
+@pytest.mark.parametrize("options", [{}, {"frozen": True, "quantize": "int8"}])
+def test_remove_that_does_not_fit_goes_on_streaming(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with streamed(**options) as pair:
         device: Any = pair.stream._device
 
         def runs_out(storage: torch.UntypedStorage, nbytes: int) -> None:
