@@ -26,7 +26,9 @@ from offload.weights.weight import Weight
 
 __all__ = ["Slab", "plain_name", "signature", "write_slab"]
 
-_VERSION, _ABI, _BITS, _SCHEME = "squareq_bp8_v2", 1, 8, "per_row_symmetric"
+_SLAB = {"quant_version": "squareq_bp8_v2", "kernel_abi_version": 1}
+_LAYER = {"quant_bits": 8, "quant_scheme": "per_row_symmetric", "quant_axis": 0}
+"""What a manifest, and each of its layers, has to say."""
 _PACK = 64
 """Rows are padded to multiples of it."""
 _DTYPES = {"qweight": "int8", "scale": "float32", "zero_point": "float32", "bias": "float32"}
@@ -59,8 +61,10 @@ def write_slab(
     for weight in weights:
         values, scales = weight.int8_views(weight.master)
         name, width = plain_name(weight.name).removesuffix(".weight"), values.shape[-1]
+        if width % _PACK:
+            values = nn.functional.pad(values, (0, -width % _PACK))
         found = {
-            "qweight": nn.functional.pad(values, (0, -width % _PACK)).contiguous(),
+            "qweight": values.contiguous(),
             "scale": scales.squeeze(-1),
             "zero_point": torch.zeros(scales.shape[:-1]),
         }
@@ -72,12 +76,10 @@ def write_slab(
             {
                 "canonical_name": name,
                 **{f"{kind}_key": f"{name}.{kind}" if kind in found else None for kind in _DTYPES},
-                "orig_shape": list(values.shape),
-                "packed_shape": list(found["qweight"].shape),
+                "orig_shape": list(weight.parameter.shape),
+                "packed_shape": list(values.shape),
                 "pad_k": _PACK,
-                "quant_bits": _BITS,
-                "quant_scheme": _SCHEME,
-                "quant_axis": 0,
+                **_LAYER,
                 **{f"dtype_{kind}": _DTYPES[kind] for kind in ("qweight", "scale", "zero_point")},
                 "block_id": plain_name(weight.block.name),
             }
@@ -85,8 +87,7 @@ def write_slab(
     manifest = {
         "model_signature": model_signature,
         "architecture_id": architecture,
-        "quant_version": _VERSION,
-        "kernel_abi_version": _ABI,
+        **_SLAB,
         "min_runtime_version": "0.1.0",
         "layer_count": len(layers),
         "total_qweight_bytes": sum(tensors[layer["qweight_key"]].numel() for layer in layers),
@@ -114,7 +115,7 @@ class Slab:
             opened: Any = safe_open(str(file), framework="pt")
             self._file = opened
             self._layers = {layer["canonical_name"]: layer for layer in manifest["layers"]}
-            self._check_versions(manifest)
+            self._check_fixed("the manifest", manifest, _SLAB)
             found = signature(model, is_adapter)
             if manifest["model_signature"] != found:
                 raise SlabSignatureError(
@@ -122,30 +123,23 @@ class Slab:
                     f"{type(model).__name__} has {found}: their linear layers have other names or sizes"
                 )
             self._keys = set(self._file.keys())
-            for layer in self._layers.values():
-                self._check_tensors(layer)
+            for name, layer in self._layers.items():
+                self._check_fixed(name, layer, _LAYER)
+                self._check_tensors(name, layer)
         except SlabError:
             raise
         except Exception as error:  # of files, of JSON, of the library, or of what the manifest has not
             raise SlabError(f"{path} with {file.name} is no slab: {type(error).__name__}: {error}") from error
 
-    def _check_versions(self, manifest: dict[str, Any]) -> None:
-        asked = [("quant_version", _VERSION, manifest), ("kernel_abi_version", _ABI, manifest)]
-        for layer in self._layers.values():
-            asked += [
-                ("quant_bits", _BITS, layer),
-                ("quant_scheme", _SCHEME, layer),
-                ("quant_axis", 0, layer),
-            ]
-        for field, known, record in asked:
-            if record[field] != known:
-                of = f" of {record['canonical_name']}" if "canonical_name" in record else ""
+    def _check_fixed(self, of: str, record: dict[str, Any], known: dict[str, Any]) -> None:
+        for field, value in known.items():
+            if record[field] != value:
                 raise SlabVersionError(
-                    f"{self._path}: {field}{of} is {record[field]!r}, and {known!r} is what is read here"
+                    f"{self._path}: {field} of {of} is {record[field]!r}, and {value!r} is what is read here"
                 )
 
-    def _check_tensors(self, layer: dict[str, Any]) -> None:
-        name, shape, packed = layer["canonical_name"], layer["orig_shape"], layer["packed_shape"]
+    def _check_tensors(self, name: str, layer: dict[str, Any]) -> None:
+        shape, packed = layer["orig_shape"], layer["packed_shape"]
         rows = shape[:-1]
         if packed[:-1] != rows or packed[-1] < shape[-1]:
             raise SlabTensorError(f"{self._path}: {name} of {shape} is packed as {packed}")
