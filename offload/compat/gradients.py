@@ -79,8 +79,9 @@ class GradientOffloadHook:
                 parameter.grad = self._offloader.reload(handle)
             elif self._release:
                 raise OffloadError(
-                    f"p.grad of shape {tuple(parameter.shape)} was set by hand while the sum of earlier "
-                    "backwards is on the host: call clear() to drop that one, or reload_all() before setting"
+                    f"p.grad of shape {tuple(parameter.shape)} was set while the sum of earlier backwards is "
+                    "on the host: call clear() to drop that one, or reload_all() before setting. "
+                    "DistributedDataParallel sets it after this hook: use apply(gradients='host') beside it"
                 )
             del self._held[key]
         self._offloader.sync_reload()

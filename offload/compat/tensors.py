@@ -42,12 +42,14 @@ __all__ = ["OffloadHandle", "TensorOffloader"]
 
 
 class _Copy(NamedTuple):
-    """A copy in flight, from or to `tensor`, which lives until it has passed. order: the note's title."""
+    """A copy in flight between `tensor` and `buffer`, which live until it has passed. order: the note's
+    title."""
 
     engine: OffloadEngine
     event: Event
     order: str
     tensor: Tensor
+    buffer: Tensor
 
     def await_weights(self, indices: Sequence[int] = ()) -> None:
         """The current lane comes after it. Before a capture in a region all copies have passed."""
@@ -188,7 +190,7 @@ class TensorOffloader:
             handle = OffloadHandle(tensor, dense, loan, loan.event)
             self._handles.add(handle)
             is_source = values.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-            copy = _Copy(self.engine, loan.event, "settle", tensor if is_source else values)
+            copy = _Copy(self.engine, loan.event, "settle", tensor if is_source else values, loan.buffer)
             self._leaving.append(copy)
             if held:
                 copy.await_weights()
@@ -199,8 +201,8 @@ class TensorOffloader:
     # -- back ------------------------------------------------------------------------------------------------
     @untraced
     def reload(self, handle: OffloadHandle, device: torch.device | str | None = None) -> Tensor:
-        """A new device tensor with the bytes and strides that `offload` saw, on its way; once for each
-        handle. device: None, or the engine's.
+        """A new device tensor with the bytes and strides that `offload` saw, at the same place (`place_of`),
+        on its way; once for each handle. device: None, or the engine's.
 
         Raises StaleHandleError for a handle that was reloaded or cleared, ValueError for another device,
         CaptureError in a graph that is captured outside of `offload.capturing()`, whose region holds the
@@ -209,11 +211,15 @@ class TensorOffloader:
         with self.engine.lock:
             self._check_device(device)
             handle.check("reload")
-            home = self._device.empty(handle.nbytes)
             if handle.dense:
-                layout = ViewLayout(handle.shape, handle.stride, 0, handle.dtype)
-                return self._fetch(handle, home, view_of(home.untyped_storage(), layout, 0))
-            packed = self._fetch(handle, home, home).view(handle.dtype).view(handle.shape)
+                first = handle.place // handle.dtype.itemsize
+                start = first * handle.dtype.itemsize
+                home = self._device.empty(start + handle.nbytes)
+                layout = ViewLayout(handle.shape, handle.stride, first, handle.dtype)
+                tensor = view_of(home.untyped_storage(), layout, 0)
+                return self._fetch(handle, home[start:], tensor, held=False)
+            home = self._device.empty(handle.nbytes)
+            packed = self._fetch(handle, home, home, held=True).view(handle.dtype).view(handle.shape)
             return placed(packed, handle.stride, handle.place)
 
     @untraced
@@ -234,6 +240,7 @@ class TensorOffloader:
             if not isinstance(target, ReleasedTensor):
                 self._check_plain(target)
             storage = target.untyped_storage()
+            held = target._base is not None or is_held([target])
             if target.numel() and not storage.nbytes():
                 self._device.refill(storage, span_of(target, 1 << 62)[1])
             if isinstance(target, ReleasedTensor):
@@ -241,13 +248,12 @@ class TensorOffloader:
             if not (handle.dense and target.stride() == handle.stride):
                 with torch.no_grad():
                     return target.copy_(self.reload(handle))
-            self._fetch(handle, _flat(target.detach()), target)
             if not target.is_inference():
                 torch.autograd.graph.increment_version([target])
-            return target
+            return self._fetch(handle, _flat(target.detach()), target, held)
 
-    def _fetch(self, handle: OffloadHandle, flat: Tensor, tensor: Tensor) -> Tensor:
-        """The bytes are on their way to `flat`, all of `tensor`, which waits for them."""
+    def _fetch(self, handle: OffloadHandle, flat: Tensor, tensor: Tensor, held: bool) -> Tensor:
+        """The bytes are on their way to `flat`, all of `tensor`, which waits for them. held: at once."""
         device, transfers, loan = self._device, self.engine.transfers, handle.check("reload")
         transfers.check_capture("reload of a tensor by hand")
         device.wait(device.h2d, device.record(device.compute), "allocate")
@@ -264,12 +270,12 @@ class TensorOffloader:
             device.wait(device.compute, event, "read")
             return tensor
         loan.event = event
-        copy = _Copy(self.engine, event, "read", tensor)
+        copy = _Copy(self.engine, event, "read", tensor, loan.buffer)
         self._coming.append(copy)
-        if handle.dense and tensor._base is None and not is_held([tensor]):
-            watch(tensor, copy)
-        else:
+        if held:
             copy.await_weights()
+        else:
+            watch(tensor, copy)
         return tensor
 
     def _check_plain(self, tensor: Tensor) -> None:

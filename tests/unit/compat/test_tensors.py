@@ -49,6 +49,7 @@ def test_any_tensor_comes_back_with_its_bits_and_its_strides(
                 back = offloader.reload(handle)
                 assert torch.equal(back, original)
                 assert (back.stride(), back.dtype) == (source.stride(), dtype)
+                assert (back.data_ptr() - source.data_ptr()) % 64 == 0 or not source.numel()
                 target = torch.empty_like(original).t().contiguous().t() if original.dim() == 2 else None
                 if target is not None:
                     again = offloader.offload(source)
@@ -225,11 +226,13 @@ def test_copies_of_what_is_touched_meanwhile_are_waited_for_and_of_others_not() 
         assert device.waits == waits  # type: ignore[attr-defined]
         x.mul_(2)
         assert device.waits["settle"] == waits.get("settle", 0) + 1  # type: ignore[attr-defined]
-        back = offloader.reload(handle)
-        waits = dict(device.waits)  # type: ignore[attr-defined]
-        y.mul_(2)
-        assert device.waits == waits  # type: ignore[attr-defined]
+        other = offloader.offload(torch.ones(8))
+        back, into = offloader.reload(handle), offloader.reload_into(other, y)
+        torch.ones(3).mul_(2)
+        assert device.waits["read"] == 0  # type: ignore[attr-defined]
         assert torch.equal(copy.deepcopy(back) * 2, x)
+        assert torch.equal(into, torch.ones(8))
+        assert device.waits["read"] == 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.req("S3-80")
