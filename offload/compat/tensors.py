@@ -19,7 +19,8 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from offload import marks
 from offload.compat.handler import check_plain_bytes, placed
 from offload.compat.tensor_pool import TensorPool
 from offload.compile.untraced import untraced
-from offload.device import Event
+from offload.device import Event, Lane
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError, PoolError, StaleHandleError
 from offload.groups.release import ReleasedTensor, is_held, mark_released, unmark_released
@@ -41,22 +42,30 @@ from offload.transfer.limits import DEFAULT_IN_FLIGHT_BYTES
 __all__ = ["OffloadHandle", "TensorOffloader"]
 
 
-class _Copy(NamedTuple):
-    """A copy in flight between `tensor` and `buffer`, which live until it has passed. order: the note's
-    title."""
+@dataclass(eq=False, slots=True)
+class _Copy:
+    """A copy in flight between `tensor` and `buffer`. order: the note's title. lane: computed when it was
+    issued. held: what keeps the copy, and both sides with it, until it has passed or was waited for."""
 
     engine: OffloadEngine
     event: Event
     order: str
     tensor: Tensor
     buffer: Tensor
+    lane: Lane
+    held: deque[_Copy]
 
     def await_weights(self, indices: Sequence[int] = ()) -> None:
-        """The current lane comes after it. Before a capture in a region all copies have passed."""
+        """The current lane comes after it, and the one that gets a reload's memory back. Before a capture in
+        a region all copies have passed."""
         transfers, device = self.engine.transfers, self.engine.device
         transfers.check_capture("a use of a tensor whose copy was issued before the capture")
         if transfers.capture is None:
-            device.wait(device.compute, self.event, self.order)
+            device.wait(self.lane, self.event, self.order)
+            if device.compute is not self.lane:
+                device.wait(device.compute, self.event, self.order)
+        if self.order == "read" and self in self.held:
+            self.held.remove(self)
 
 
 class _Loan:
@@ -190,13 +199,20 @@ class TensorOffloader:
             handle = OffloadHandle(tensor, dense, loan, loan.event)
             self._handles.add(handle)
             is_source = values.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-            copy = _Copy(self.engine, loan.event, "settle", tensor if is_source else values, loan.buffer)
-            self._leaving.append(copy)
-            if held:
-                copy.await_weights()
-            elif is_source:
-                watch(tensor, copy)
+            self._follow(self._leaving, loan, "settle", tensor if is_source else values, held, is_source)
             return handle
+
+    def _follow(
+        self, copies: deque[_Copy], loan: _Loan, order: str, tensor: Tensor, held: bool, watched: bool = True
+    ) -> None:
+        """The tensor is held until the copy has passed, and waited for: at once, or when it is touched."""
+        assert loan.event is not None
+        copy = _Copy(self.engine, loan.event, order, tensor, loan.buffer, self._device.compute, copies)
+        copies.append(copy)
+        if held:
+            copy.await_weights()
+        elif watched:
+            watch(tensor, copy)
 
     # -- back ------------------------------------------------------------------------------------------------
     @untraced
@@ -256,6 +272,8 @@ class TensorOffloader:
         """The bytes are on their way to `flat`, all of `tensor`, which waits for them. held: at once."""
         device, transfers, loan = self._device, self.engine.transfers, handle.check("reload")
         transfers.check_capture("reload of a tensor by hand")
+        if transfers.capture is None:
+            self._collect()
         device.wait(device.h2d, device.record(device.compute), "allocate")
         if (capture := transfers.capture) is None:  # else what came before it has passed
             assert loan.event is not None
@@ -270,12 +288,7 @@ class TensorOffloader:
             device.wait(device.compute, event, "read")
             return tensor
         loan.event = event
-        copy = _Copy(self.engine, event, "read", tensor, loan.buffer)
-        self._coming.append(copy)
-        if held:
-            copy.await_weights()
-        else:
-            watch(tensor, copy)
+        self._follow(self._coming, loan, "read", tensor, held)
         return tensor
 
     def _check_plain(self, tensor: Tensor) -> None:
@@ -307,6 +320,7 @@ class TensorOffloader:
         for copy in list(copies):
             copy.await_weights()
             await_all(copy.tensor)
+        copies.clear()
 
     def sync_all(self) -> None:
         """`sync_offload` and `sync_reload`."""
