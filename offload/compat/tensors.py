@@ -344,7 +344,7 @@ class TensorOffloader:
     def _collect(self) -> None:
         """Let go of what has passed, and of buffers that nobody holds."""
         limit = self.engine.limits.max_spilling_bytes or DEFAULT_IN_FLIGHT_BYTES
-        while sum(copy.tensor.nbytes for copy in self._leaving) > limit:
+        while sum(copy.buffer.nbytes for copy in self._leaving) > limit:
             self._device.synchronize(self._leaving.popleft().event)
         for copies in (self._leaving, self._coming):
             while copies and self._device.poll(copies[0].event):

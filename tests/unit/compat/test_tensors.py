@@ -228,6 +228,8 @@ def test_copies_of_what_is_touched_meanwhile_are_waited_for_and_of_others_not() 
         waits = dict(device.waits)  # type: ignore[attr-defined]
         y.mul_(2)
         assert device.waits == waits  # type: ignore[attr-defined]
+        offloader.offload(torch.ones(4))
+        assert device.waits["settle"] == 0  # type: ignore[attr-defined]
         x.mul_(2)
         assert device.waits["settle"] == waits.get("settle", 0) + 1  # type: ignore[attr-defined]
         other = offloader.offload(torch.ones(8))
