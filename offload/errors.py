@@ -8,10 +8,13 @@ from __future__ import annotations
 
 __all__ = [
     "CaptureError",
+    "DtypeMismatchError",
     "GroupOrderError",
     "HazardError",
     "HostBudgetError",
+    "InvalidStateTransitionError",
     "OffloadError",
+    "OffloadOOMError",
     "PoolError",
     "RecomputeDiffersError",
     "RecordStateError",
@@ -38,6 +41,18 @@ class StaleHandleError(OffloadError):
 
 class RecomputeDiffersError(OffloadError):
     """A recompute gave other bits than its forward, so gradients of that step are wrong."""
+
+
+class OffloadOOMError(OffloadError):
+    """A block is larger than the pool that it has to pass; nothing has moved."""
+
+
+class InvalidStateTransitionError(OffloadError):
+    """A block of weights was asked for a move that its state, or its users, do not allow."""
+
+
+class DtypeMismatchError(OffloadError):
+    """A block has weights, or an output, of another dtype than it was said to have."""
 
 
 class HostBudgetError(OffloadError):

@@ -18,6 +18,8 @@ says whose bound holds. tests/unit/test_one_owner_of_limits.py finds any other w
                          split backward, of what the first brought back; None: as much as max_restoring_bytes
                          where the second is the next read, else nothing
     again_room_bytes     the same of what the first recomputed; None: as of what it brought back
+    weights_ahead_bytes  streamed weights that were fetched ahead, and not used yet
+    weights_in_flight_bytes  streamed weights that are on their way to the device, when more is fetched ahead
 
 A client that is not there yet needs nothing else. An arbiter, or one that streams weights, takes a
 contributor of its own, changes its bounds between steps, and ends it. What is no number it answers as a
@@ -51,6 +53,8 @@ Cap = Literal[
     "kept_limit_bytes",
     "half_room_bytes",
     "again_room_bytes",
+    "weights_ahead_bytes",
+    "weights_in_flight_bytes",
 ]
 
 DEFAULT, CONFIG, PLAN = "default", "config", "plan"
@@ -107,6 +111,8 @@ class Limits:
     kept_limit_bytes: int | None
     half_room_bytes: int | None
     again_room_bytes: int | None
+    weights_ahead_bytes: int | None
+    weights_in_flight_bytes: int | None
 
     def __init__(self, config: OffloadConfig) -> None:
         self._bounds: dict[tuple[Contributor, Cap], _Bound] = {}

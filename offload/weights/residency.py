@@ -61,6 +61,7 @@ from offload.sizes import bytes_text
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.admission import Direction, Priority
 from offload.transfer.stalls import Stall
+from offload.weights.policy import Policy
 from offload.weights.weight import BlockWeights, Weight
 
 __all__ = ["Residency"]
@@ -70,14 +71,19 @@ logger = speaker(__name__)
 
 class Residency:
     """The device's share of some blocks. client: whose copies they are. window_bytes: of the blocks that the
-    plan does not keep, on the device at once. Called under the engine's lock; blocks the host: never, but for
-    `flush`."""
+    plan does not keep, on the device at once. policy: decides in the plan's place. Called under the engine's
+    lock; blocks the host: never, but for `flush`."""
 
     def __init__(
-        self, engine: OffloadEngine, client: str, blocks: Sequence[BlockWeights], window_bytes: int
+        self,
+        engine: OffloadEngine,
+        client: str,
+        blocks: Sequence[BlockWeights],
+        window_bytes: int,
+        policy: Policy | None = None,
     ) -> None:
         self._engine = engine
-        self._client = client
+        self._client, self.policy = client, policy
         self.device: Device = engine.device
         self.blocks = blocks
         self.window_bytes = window_bytes
@@ -88,9 +94,11 @@ class Residency:
 
     # -- in --------------------------------------------------------------------------------------------------
     def load(self, block: BlockWeights, priority: Priority) -> bool:
-        """Bring the block in. False, and nothing has moved, where admission or the device's memory refuses
-        one that is not REQUIRED. Order: [Order: weights room], [Order: weights home]."""
+        """Bring the block in. False, and nothing has moved, where the policy, admission or the device's
+        memory refuses one that is not REQUIRED. Order: [Order: weights room], [Order: weights home]."""
         device, copier, owner = self.device, self._engine.copier, Owner(self._client, block.name)
+        if self.policy is not None and not self.policy.admit(block, priority):
+            return False
         lease = copier.ask(block.link_bytes, Direction.H2D, owner, priority)
         if lease is None:
             return False
@@ -131,7 +139,23 @@ class Residency:
             self.drop(block)
             raise
         self.in_bytes += block.link_bytes
+        if self.policy is not None:
+            self.policy.loaded(block)
         return True
+
+    def is_far_ahead(self, coming: BlockWeights) -> bool:
+        """Whether the limits of weights that are fetched ahead refuse one more."""
+        limits, poll = self._engine.limits, self.device.poll
+        ahead, in_flight = limits.weights_ahead_bytes, limits.weights_in_flight_bytes
+        if ahead is None and in_flight is None:
+            return False
+        unused = [each for each in self.blocks if each is coming or (each.present and not each.readers)]
+        under_way = [
+            each for each in unused if each.arrived is None or not (each.present and poll(each.arrived))
+        ]
+        return (ahead is not None and sum(each.link_bytes for each in unused) > ahead) or (
+            in_flight is not None and sum(each.link_bytes for each in under_way) > in_flight
+        )
 
     def _count(self, nbytes: int) -> None:
         self.present_bytes += nbytes
@@ -243,6 +267,8 @@ class Residency:
                 device.free(weight.storage)
         block.present, block.staged = False, []
         block.readers.clear()
+        if self.policy is not None:
+            self.policy.dropped(block)
 
     def flush(self, blocks: Collection[BlockWeights]) -> None:
         """The masters of these blocks are whole. Blocks the host until they are."""

@@ -37,6 +37,7 @@ from offload.weights.keep import Plan, Size, best_plans, first_plan, least_windo
 from offload.weights.measured import Measured, MeasuredStep
 from offload.weights.order import Order, Pass, Use
 from offload.weights.parameters import Parameters
+from offload.weights.policy import Policy
 from offload.weights.residency import Residency
 from offload.weights.saves import open_saves
 from offload.weights.watched import make_plain, watch
@@ -59,6 +60,7 @@ def _outside_transforms() -> AbstractContextManager[object]:
 
 class WeightStream(Client):
     """Of one model. limit_bytes: of streamed weights on the device at once; None for as few as a pass needs.
+    policy: decides instead; without a limit of bytes.
 
     Raises ValueError where two blocks do not fit into the limit, HostBudgetError where the host has no room;
     nothing has changed then. Blocks the host while memory is pinned and the weights move.
@@ -67,7 +69,12 @@ class WeightStream(Client):
     name = "weights"
 
     def __init__(
-        self, engine: OffloadEngine, model: nn.Module, choice: Choice, limit_bytes: int | None
+        self,
+        engine: OffloadEngine,
+        model: nn.Module,
+        choice: Choice,
+        limit_bytes: int | None,
+        policy: Policy | None = None,
     ) -> None:
         self._engine = engine
         self._device = engine.device
@@ -87,9 +94,9 @@ class WeightStream(Client):
             )
         what = f"the streamed weights of {self.model_name}"
         check_budget(engine.arena, self._host_bytes, what, "name fewer blocks")
-        self._asked_bytes = limit_bytes or 0
+        self._asked_bytes = limit_bytes or (0 if policy is None else 1 << 62)
         self.limit_bytes = max(self._asked_bytes, least)
-        self.residency = Residency(engine, self.name, self.blocks, least)
+        self.residency = Residency(engine, self.name, self.blocks, least, policy)
         self.order = Order()
         self.figures = WeightFigures(
             blocks=len(self.blocks),
@@ -221,6 +228,8 @@ class WeightStream(Client):
                 return
             self._hits += found
             self._misses += not found
+            if self.residency.policy is not None:
+                self.residency.policy.used(block, found)
             self._measured.after_use(use, before)
             self._fetch_ahead((block.index,))
 
@@ -238,7 +247,7 @@ class WeightStream(Client):
                     return
                 if not self.residency.make_room(block, seen, self.order.coming()):
                     return
-                if not self.residency.load(block, Priority.SPECULATIVE):
+                if self.residency.is_far_ahead(block) or not self.residency.load(block, Priority.SPECULATIVE):
                     return
             seen.add(index)
             if not block.keep:
@@ -432,6 +441,8 @@ class WeightStream(Client):
     def _plan_with(self, step: MeasuredStep) -> None:
         sizes, rate = self._sizes, step.bytes_per_s
         self.figures.compute_ms = step.compute_s * 1e3
+        if self.residency.policy is not None:
+            return
         limits = self.limit_bytes, self.limit_bytes + 10**9
         (plan, took_s), (_, with_more_s) = best_plans(step.blocks, sizes, limits, rate)
         self.figures.next_gb_ms = (took_s - with_more_s) * 1e3

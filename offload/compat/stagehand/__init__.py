@@ -1,0 +1,35 @@
+"""Both runtimes of StageHand under its names: weights by the block (here), and activations above a watermark,
+whose parts are those of `offload.spill`. Neither is on the path of `offload.apply`."""
+
+from __future__ import annotations
+
+from offload.compat.stagehand.blocks import BlockEntry as BlockEntry
+from offload.compat.stagehand.blocks import BlockRegistry as BlockRegistry
+from offload.compat.stagehand.blocks import BlockState as BlockState
+from offload.compat.stagehand.blocks import ResidencyMap as ResidencyMap
+from offload.compat.stagehand.config import StagehandConfig as StagehandConfig
+from offload.compat.stagehand.layers import LayerRuntime as LayerRuntime
+from offload.compat.stagehand.layers import layer as layer
+from offload.compat.stagehand.runtime import BlockSource as BlockSource
+from offload.compat.stagehand.runtime import InMemorySource as InMemorySource
+from offload.compat.stagehand.runtime import ResidentPriority as ResidentPriority
+from offload.compat.stagehand.runtime import StagehandRuntime as StagehandRuntime
+from offload.compat.stagehand.telemetry import StepMetrics as StepMetrics
+from offload.errors import DtypeMismatchError as DtypeMismatchError
+from offload.errors import InvalidStateTransitionError as InvalidStateTransitionError
+from offload.errors import OffloadOOMError as OffloadOOMError
+from offload.spill.backend_cpu import CPUSpillBackend as CPUSpillBackend
+from offload.spill.budget import ActivationBudgetManager as ActivationBudgetManager
+from offload.spill.checkpoint import CheckpointCoordinator as CheckpointCoordinator
+from offload.spill.config import ActivationConfig as ActivationConfig
+from offload.spill.hooks import ActivationHookContext as ActivationHookContext
+from offload.spill.registry import ActivationRecord as ActivationRecord
+from offload.spill.registry import ActivationRegistry as ActivationRegistry
+from offload.spill.registry import ActivationState as ActivationState
+from offload.spill.runtime import ActivationRuntime as ActivationRuntime
+from offload.spill.scheduler import ActivationScheduler as ActivationScheduler
+from offload.spill.telemetry import ActivationStepMetrics as ActivationStepMetrics
+from offload.spill.telemetry import ActivationTelemetry as ActivationTelemetry
+from offload.spill.transfer import ActivationTransfer as ActivationTransfer
+
+StagehandOOMError = OffloadOOMError

@@ -1,0 +1,105 @@
+"""Layer mode: every Linear, Conv2d and Embedding is a block, of any model, in one line.
+
+    model = layer(model, vram_budget="4GB")
+
+One invariant: the first step traces the order of use, and fetches nothing ahead; what comes after is
+scheduled by it. A step begins when the first layer of the order runs again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.compat.stagehand.config import MIB, StagehandConfig
+from offload.compat.stagehand.runtime import StagehandRuntime
+from offload.memory.arena import HostArena
+from offload.modules.settings import gpu_bytes
+from offload.sizes import argument_bytes
+from offload.weights.weight import BlockWeights
+
+__all__ = ["LayerRuntime", "layer"]
+
+_LAYERS = (nn.Linear, nn.Conv2d, nn.Embedding)
+_HIGH, _LOW = 0.8, 0.6
+_SLABS_BESIDE = 4
+
+
+class LayerRuntime(StagehandRuntime):
+    """A runtime of a model's layers.
+
+    vram_budget: device memory of which 80% and 60% are the marks, in bytes or text; None: of the GPU's, or
+        the config's defaults where there is none. ram_budget: the largest layer allowed; None: as needed.
+        prefetch_k: layers fetched ahead once the order is traced. dtype, inference_mode, pool, options: as of
+        StagehandRuntime. telemetry: whether lines are written. Raises ValueError for a model without layers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        vram_budget: int | str | None = None,
+        ram_budget: int | str | None = None,
+        prefetch_k: int = 3,
+        dtype: torch.dtype | None = None,
+        inference_mode: bool = False,
+        telemetry: bool = True,
+        pool: HostArena | None = None,
+        **options: Any,
+    ) -> None:
+        layers = [module for module in model.modules() if isinstance(module, _LAYERS)]
+        if not layers:
+            raise ValueError(
+                f"{type(model).__name__} has no Linear, Conv2d or Embedding; use StagehandRuntime"
+            )
+        largest = max(sum(p.numel() * p.element_size() for p in each.parameters()) for each in layers)
+        slab_mb = 1 << (-(-largest // MIB) - 1).bit_length() if largest > MIB else 1
+        pool_bytes = argument_bytes(ram_budget, name="ram_budget")
+        pool_mb = slab_mb * (prefetch_k + _SLABS_BESIDE) if pool_bytes is None else pool_bytes // MIB
+        given: dict[str, Any] = {"telemetry_enabled": telemetry, "prefetch_window_blocks": prefetch_k}
+        budget = argument_bytes(vram_budget, name="vram_budget", of_bytes=gpu_bytes()) or gpu_bytes()
+        if budget:
+            given |= {
+                "vram_high_watermark_mb": budget * _HIGH / MIB,
+                "vram_low_watermark_mb": budget * _LOW / MIB,
+            }
+        given |= {"pinned_slab_mb": min(slab_mb, max(1, pool_mb)), "pinned_pool_mb": pool_mb}
+        names = ("engine", "memory_allocated", "source")
+        rest = {key: value for key, value in options.items() if key not in names}
+        super().__init__(
+            model,
+            StagehandConfig(**given | rest),
+            layers,
+            "layers",
+            dtype,
+            inference_mode,
+            pool,
+            **{key: value for key, value in options.items() if key in names},
+        )
+        self.traced = False
+        self._prefetch_k = self.config.prefetch_window_blocks
+        if self.config.stagehand_enabled:
+            self.scheduler.policy.prefetch_window = 0
+
+    def _before(self, block: BlockWeights) -> None:
+        trace = self.scheduler.trace
+        again = block.name == next(iter(trace), None) and torch._C._current_graph_task_id() == -1
+        if not again or self.residency.entries[block.name].refcount:
+            return
+        if not self.traced:
+            self.traced = True
+            self.registry = self.registry.in_order([*trace])
+            self.scheduler.policy.prefetch_window = self._prefetch_k
+        if not self._announced:
+            self._finish_step()
+            with self.offload_engine.lock:
+                self._start_step(self.scheduler.step)
+
+
+def layer(model: nn.Module, **options: Any) -> nn.Module:
+    """The model, whose layers stream from here on. options: of LayerRuntime, which is its attribute
+    `_stagehand_layer_runtime`."""
+    model._stagehand_layer_runtime = LayerRuntime(model, **options)  # type: ignore[assignment]
+    return model

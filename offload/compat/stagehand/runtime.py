@@ -1,0 +1,476 @@
+"""StagehandRuntime: weights stream by the block between the host and a device with two marks.
+
+    runtime = StagehandRuntime(model, StagehandConfig(vram_high_watermark_mb=9000), r"^blocks\\.\\d+$")
+
+    for step, batch in enumerate(batches):
+        with runtime.forward_context(step=step):  # or forward_context(activations), an ActivationRuntime
+            loss = model(batch)
+            loss.backward()
+            optimizer.step()
+    runtime.shutdown()
+
+It holds the client of `apply(weights=...)` (weights/stream.py): masters, loads, drops and their order are the
+client's, and so are the bits. Only when bytes move is decided here. One invariant: hooks are permanent, so a
+recompute in the backward and a forward outside of a step find their weights.
+
+    config.py     marks, windows, guards        blocks.py   the registry, states and users
+    scheduler.py  the window and eviction       guards.py   dtypes, NaN and Inf of outputs
+    telemetry.py  a JSON line a step            layers.py   layer mode
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from enum import Enum
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from offload.compat.stagehand.blocks import BlockRegistry, BlockState, ResidencyMap
+from offload.compat.stagehand.config import MIB, StagehandConfig
+from offload.compat.stagehand.guards import NumericGuard
+from offload.compat.stagehand.scheduler import (
+    BudgetManager,
+    StagehandScheduler,
+    StaticLookaheadPolicy,
+    TransferKnobs,
+)
+from offload.compat.stagehand.telemetry import StagehandTelemetry, StepMetrics
+from offload.device import Event
+from offload.engine import OffloadEngine
+from offload.engines import default_engine
+from offload.errors import OffloadError
+from offload.ids import Owner
+from offload.memory.arena import HostArena
+from offload.modules.hooks import CallsUnderWay, HookPair
+from offload.spill.budget import meter_of
+from offload.spill.runtime import ActivationRuntime
+from offload.telemetry.speaker import speaker
+from offload.transfer.admission import Direction
+from offload.transfer.stalls import total_ms
+from offload.weights.hooks import BlockCalls
+from offload.weights.stream import WeightStream
+from offload.weights.weight import BlockWeights, Close, Weight
+
+__all__ = ["BlockSource", "InMemorySource", "ResidentPriority", "StagehandRuntime"]
+
+logger = speaker(__name__)
+
+
+class ResidentPriority(Enum):
+    """The value is how late its blocks leave where there is no choice; 0: as any other."""
+
+    PRIMARY = 2
+    SECONDARY = 1
+    GUEST = 0
+    NORMAL = -1
+
+
+class BlockSource(Protocol):
+    """Where weights come from, once, when the runtime is built: a file, another process, a generator."""
+
+    def read(self, name: str, into: Tensor) -> None:
+        """Fill `into`, host memory of the shape and dtype of the parameter `name`, whole. What it raises
+        leaves the model as it was."""
+
+
+class InMemorySource:
+    """As BlockSource: tensors by the names of parameters, such as a state dict."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def read(self, name: str, into: Tensor) -> None:
+        """Raises ValueError for a name that is not there, or another shape."""
+        found = self._tensors.get(name)
+        if found is None or found.shape != into.shape:
+            has = "nothing" if found is None else tuple(found.shape)
+            raise ValueError(f"the source has {has} for {name}, must have {tuple(into.shape)}")
+        into.copy_(found)
+
+
+def _fill(weight: Weight, source: BlockSource) -> None:
+    parameter = weight.parameter
+    flat = weight.master.view(parameter.dtype)
+    with torch.inference_mode(False), torch.no_grad():
+        source.read(weight.name, flat.as_strided(parameter.shape, parameter.stride()))
+
+
+class _Calls(BlockCalls):
+    """The hooks of a block: the client's, and the runtime's around a use."""
+
+    def __init__(self, runtime: StagehandRuntime, stream: WeightStream, block: BlockWeights) -> None:
+        super().__init__(stream, block)
+        self._runtime = runtime
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Close:
+        self._runtime._before(self._block)
+        close = super().enter(module, args, kwargs)
+        self._runtime._entered(self._block)
+        return close
+
+    def leave(self, close: Close, output: Any, failed: bool) -> None:
+        super().leave(close, output, failed)
+        self._runtime._left(self._block, None if failed else output)
+
+
+class StagehandRuntime:
+    """See the module.
+
+    config: None for the defaults, with `fields` in their place. block_pattern: a regular expression that is
+        found in the names of blocks, the modules themselves, or None, which finds them. group: a label.
+        dtype: that all streamed weights have; None: whatever they have. inference_mode: changes nothing, as
+        blocks that nobody writes are never copied back. pool: what `shutdown_keep_pool` gave. engine: None
+        for the process's own. memory_allocated: tells the allocated bytes of the device; None asks its
+        allocator, and on the simulated device counts the streamed weights there. source: where the weights
+        come from; None: they are the model's own.
+    Raises ValueError, OffloadOOMError for a block larger than the pool, DtypeMismatchError and
+    HostBudgetError; nothing has moved then. Blocks the host while memory is pinned and weights move; in a
+    step never. Parameters under 1 Mi elements, of adapters and tied ones are resident, as of
+    apply(weights=...).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: StagehandConfig | None = None,
+        block_pattern: str | Sequence[nn.Module] | None = None,
+        group: str = "transformer",
+        dtype: torch.dtype | None = None,
+        inference_mode: bool = False,
+        pool: HostArena | None = None,
+        *,
+        engine: OffloadEngine | None = None,
+        memory_allocated: Callable[[], int] | None = None,
+        source: BlockSource | None = None,
+        **fields: Any,
+    ) -> None:
+        if config is not None and fields:
+            raise ValueError(
+                f"StagehandRuntime got a config and {', '.join(sorted(fields))} beside it; write the fields "
+                "into the config, or leave it out"
+            )
+        self.config = config = StagehandConfig(**fields) if config is None else config
+        self.closed = False
+        if not config.stagehand_enabled:
+            return
+        self.offload_engine = engine = default_engine() if engine is None else engine
+        if pool is not None and pool is not engine.arena:
+            raise ValueError(
+                "pool is of another engine, and pinned memory is one arena an engine: give the engine of the "
+                "runtime that the pool is of, or leave pool out"
+            )
+        where = engine.device.torch_device
+        self.registry = registry = BlockRegistry()
+        registry.build_from_model(model, block_pattern, where, group, dtype)
+        registry.validate(config.pool_bytes)
+        path = config.telemetry_file if config.telemetry_enabled else None
+        self.telemetry = StagehandTelemetry(engine.device, path, config.telemetry_interval_steps)
+        for weight in (each for weights in registry.choice.blocks.values() for each in weights):
+            if source is not None:
+                weight.source = partial(_fill, source=source)
+        largest = max(entry.size_bytes for entry in registry)
+        self._share = engine.limits.contributor("stagehand", self)
+        self.engine, policy = TransferKnobs(self._share, largest), StaticLookaheadPolicy(self._share, largest)
+        self.engine._max_inflight = config.max_inflight_transfers
+        policy.prefetch_window = config.prefetch_window_blocks
+        policy.eviction_cooldown_steps = config.eviction_cooldown_steps
+        self.residency, self.guard = ResidencyMap(registry), NumericGuard(config, registry, where)
+        if memory_allocated is None and engine.device.allocator_bytes() is None:
+            memory_allocated = self._present_bytes
+        self.budget = BudgetManager(
+            meter_of(engine, memory_allocated, resets=False),
+            *(round(mark * MIB) for mark in (config.vram_high_watermark_mb, config.vram_low_watermark_mb)),
+        )
+        self.scheduler = StagehandScheduler(self.residency, self.budget, policy, engine.device)
+        self.scheduler.traces = config.debug_trace
+        try:
+            self.stream = WeightStream(engine, model, registry.choice, None, self.scheduler)
+        except BaseException:
+            self._share.end()
+            raise
+        self.scheduler.stream = self.stream
+        self._reserved: dict[int, tuple[StagehandRuntime, int, ResidentPriority]] = {}
+        self._opened: list[tuple[str, Close]] = []
+        self._copies: list[tuple[Event, Event]] = []
+        self._under_way, self._undo = CallsUnderWay(), ExitStack()
+        self._calls = {block.name: _Calls(self, self.stream, block) for block in self.stream.blocks}
+        for name, calls in self._calls.items():
+            pair = HookPair(self._module(name), calls.enter, calls.leave, self._under_way)
+            self._undo.callback(pair.remove)
+        if config.telemetry_enabled:
+            watcher = partial(_note_copy, weakref.ref(self))
+            engine.copier.watch(watcher)
+            self._undo.callback(engine.copier.unwatch, watcher)
+        self._announced, self._engine_step = False, -1
+        self._start_step(0)
+
+    def _present_bytes(self) -> int:
+        return self.stream.residency.present_bytes
+
+    def _module(self, block_id: str) -> nn.Module:
+        module = self.registry[block_id].module_ref()
+        if module is None:
+            raise OffloadError(f"block {block_id} is gone with its model; build another runtime")
+        return module
+
+    def _is_off(self) -> bool:
+        """Whether it was switched off. Raises OffloadError after `shutdown`."""
+        if self.closed:
+            raise OffloadError("this StagehandRuntime was shut down; build another one")
+        return not self.config.stagehand_enabled
+
+    # -- a step ----------------------------------------------------------------------------------------------
+    def begin_step(self, step: int | None = None) -> None:
+        """A step begins; one that is under way ends. step: its number in the telemetry; None counts on."""
+        if self._is_off():
+            return
+        if self._announced:
+            self.end_step()
+        self._announced = True
+        self.offload_engine.begin_step()
+        self._engine_step = self.offload_engine.step
+        with self.offload_engine.lock:
+            self._start_step(self.scheduler.step if step is None else step)
+
+    def end_step(self) -> None:
+        """The step ends, for all clients of the engine unless another one has ended it already. Raises
+        OSError where a line cannot be written; the step has ended then. Blocks the host: never."""
+        if self._is_off():
+            return
+        if self._announced and self.offload_engine.step == self._engine_step:
+            self.offload_engine.end_step()
+        self._announced = False
+        self._finish_step()
+
+    def _start_step(self, step: int) -> None:
+        scheduler, device = self.scheduler, self.offload_engine.device
+        scheduler.step, scheduler.in_step, scheduler.metrics = step, True, StepMetrics(step=step)
+        self._moved = self.stream.residency.in_bytes, self.stream.residency.out_bytes
+        self._begun = device.record(device.compute, timed=True)
+
+    def _finish_step(self) -> None:
+        engine, scheduler, residency = self.offload_engine, self.scheduler, self.stream.residency
+        with engine.lock:
+            scheduler.take_stalls()
+            metrics, stalls, scheduler.stalls = scheduler.metrics, scheduler.stalls, []
+            metrics.h2d_bytes = residency.in_bytes - self._moved[0]
+            metrics.d2h_bytes = residency.out_bytes - self._moved[1]
+            metrics.stall_count = len(stalls)
+            metrics.vram_used_mb = self.budget.read() / MIB
+            metrics.vram_reserved_mb = (engine.device.allocator_bytes() or (0, 0))[0] / MIB
+            pinned, slab = engine.arena.stats(), self.config.slab_bytes
+            metrics.host_pool_free = pinned.free_bytes // slab
+            metrics.host_pool_in_use = -(-pinned.lent_bytes // slab)
+            counts, begun, device = self.guard.take(), self._begun, engine.device
+            end = device.record(device.compute, timed=True)
+            scheduler.in_step, scheduler.step = False, scheduler.step + 1
+            scheduler.evict()
+
+        def complete() -> StepMetrics:
+            """The device has got to the step's end. A copy under way is the next step's."""
+            copies, self._copies = self._copies, []
+            for start, over in copies:
+                if device.poll(over):
+                    metrics.copy_time_ms += device.elapsed_ms(start, over)
+                else:
+                    self._copies.append((start, over))
+            metrics.stall_time_ms = total_ms(device, stalls)
+            metrics.compute_time_ms = max(0.0, device.elapsed_ms(begun, end) - metrics.stall_time_ms)
+            metrics.nan_count, metrics.inf_count = self.guard.total(counts)
+            return metrics
+
+        self.telemetry.step_ended(end, complete)
+
+    # -- forwards and backwards ------------------------------------------------------------------------------
+    @contextmanager
+    def managed_forward(self) -> Iterator[None]:
+        """Around forwards. Their hooks are permanent, so nothing is installed; a runtime that was shut down
+        is an error."""
+        self._is_off()
+        yield
+
+    managed_backward = managed_forward
+    """Around backwards: as `managed_forward`."""
+
+    @contextmanager
+    def forward_context(
+        self, activations: ActivationRuntime | None = None, step: int | None = None
+    ) -> Iterator[None]:
+        """A step, with the activations' runtime inside of the weights': begins both, manages both, and ends
+        the activations' step before the weights', also after an exception."""
+        with ExitStack() as ends:
+            self.begin_step(step)
+            ends.callback(self.end_step)
+            if activations is not None:
+                activations.step_begin(step)
+                ends.callback(activations.step_end)
+            ends.enter_context(self.managed_forward())
+            ends.enter_context(self.managed_backward())
+            if activations is not None:
+                ends.enter_context(activations.managed_forward())
+            yield
+
+    def before_block(self, block_id: str) -> None:
+        """Has the block on the device, for the current lane, until `after_block`; modules' hooks do so by
+        themselves. Raises ValueError for an unknown block."""
+        if not self._is_off():
+            module = self._module(block_id)
+            self._opened.append((block_id, self._calls[block_id].enter(module, (), {})))
+
+    def after_block(self, block_id: str, output: Any = None) -> None:
+        """Ends what `before_block` began last. output: of the block, which the guards look at. Raises
+        InvalidStateTransitionError without a `before_block`, and DtypeMismatchError."""
+        if self._is_off():
+            return
+        for at in reversed(range(len(self._opened))):
+            if self._opened[at][0] == block_id:
+                self._calls[block_id].leave(self._opened.pop(at)[1], output, False)
+                return
+        self.residency.decrement_refcount(self.registry[block_id].block_id)  # raises
+
+    def _before(self, block: BlockWeights) -> None:
+        """A use of the block is about to begin."""
+
+    def _entered(self, block: BlockWeights) -> None:
+        with self.offload_engine.lock:
+            self.scheduler.begin_use(block)
+
+    def _left(self, block: BlockWeights, output: Any) -> None:
+        with self.offload_engine.lock:
+            self.scheduler.end_use(block)
+        if torch._C._current_graph_task_id() == -1:  # not of a recompute
+            self.scheduler.metrics.dtype_promotions += self.guard.check(self.registry[block.name], output)
+
+    def states(self) -> dict[str, BlockState]:
+        """Of each block, now."""
+        with self.offload_engine.lock:
+            return dict(self.scheduler.states())
+
+    # -- residency -------------------------------------------------------------------------------------------
+    @contextmanager
+    def keep_resident(self, target: StagehandRuntime | None = None) -> Iterator[None]:
+        """Inside, blocks of `target`, by default this runtime's, do not leave once they are on the device,
+        unless nothing else can make room: one warning."""
+        held = self if target is None else target
+        names = [] if held._is_off() else [*held.residency.entries]
+        held.residency.protect_blocks(names) if names else None
+        try:
+            yield
+        finally:
+            held.residency.unprotect_blocks(names) if names else None
+
+    def reserve_for_resident(
+        self,
+        target: StagehandRuntime | None = None,
+        priority: ResidentPriority = ResidentPriority.PRIMARY,
+    ) -> None:
+        """Take the bytes of `target`, by default this runtime, off what guests may have, until
+        `release_reservation`. PRIMARY and SECONDARY blocks do not leave, unless nothing else can make room,
+        and SECONDARY ones first then. Again for the same target: it takes the earlier one's place."""
+        held = self if target is None else target
+        if held._is_off() or self._is_off():
+            return
+        self.release_reservation(held)
+        self._reserved[id(held)] = held, held.size_bytes, priority
+        self.budget.reserve_bytes(held.size_bytes)
+        if priority.value > 0:
+            held.residency.protect_blocks(held.residency.entries, priority.value)
+
+    def release_reservation(self, target: StagehandRuntime | None = None) -> None:
+        """Undo `reserve_for_resident`. Called again, or without one, it does nothing."""
+        key = id(self if target is None else target)
+        if not self.closed and not self._is_off() and key in self._reserved:
+            held, nbytes, priority = self._reserved.pop(key)
+            self.budget.release_reserved_bytes(nbytes)
+            held.residency.unprotect_blocks(held.residency.entries, priority.value)
+
+    @contextmanager
+    def as_guest(self, guest: StagehandRuntime) -> Iterator[None]:
+        """A short-lived model runs inside, in what reservations leave. Where it does not fit there, this
+        runtime's window is one block meanwhile. Its blocks leave at the end."""
+        if self._is_off() or guest._is_off():
+            yield
+            return
+        policy = self.scheduler.policy
+        window = policy.prefetch_window
+        if not self.budget.can_guest_allocate(guest.size_bytes):
+            policy.prefetch_window = 1
+        self.reserve_for_resident(guest, ResidentPriority.GUEST)
+        try:
+            yield
+        finally:
+            self.release_reservation(guest)
+            policy.prefetch_window = window
+            with guest.offload_engine.lock:
+                guest.scheduler.evict_all()
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all blocks."""
+        return sum(entry.size_bytes for entry in self.registry)
+
+    # -- the end ---------------------------------------------------------------------------------------------
+    def shutdown(self) -> None:
+        """Weights return to where they were found, lines that wait are written, and the engine closes and
+        unpins unless another client uses it. Called again, it does nothing. Raises ValueError inside a
+        forward, and torch.OutOfMemoryError where the weights do not fit; all goes on then. Blocks the
+        host."""
+        if not self.closed and self.config.stagehand_enabled:
+            self.shutdown_keep_pool()
+            self.offload_engine.close_unused()
+        self.closed = True
+
+    def shutdown_keep_pool(self) -> HostArena:
+        """As `shutdown`, but the host memory stays pinned, for another runtime: give it `pool=`. Raises
+        OffloadError where there is none."""
+        if self._is_off():
+            raise OffloadError("this StagehandRuntime is switched off and has no pool; leave pool out")
+        self._under_way.end_interrupted(sys._getframe())
+        if self._under_way.innermost_last or self._opened:
+            raise ValueError("shutdown() inside a forward of a block; call it when the forward has returned")
+        if self._announced:
+            self.end_step()
+        for held, _, _ in [*self._reserved.values()]:
+            self.release_reservation(held)
+        self.stream.residency.policy = None  # what returns makes no room
+        try:
+            self.stream.remove()
+        except BaseException:
+            self.stream.residency.policy = self.scheduler
+            raise
+        self.closed = True
+        self._undo.close()
+        self._share.end()
+        self.telemetry.drain()
+        return self.offload_engine.arena
+
+    # -- copies of the model ---------------------------------------------------------------------------------
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of a model has no runtime."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_runtime, ()
+
+
+def _no_runtime() -> None:
+    """The runtime of a copied model."""
+
+
+def _note_copy(
+    to: weakref.ref[StagehandRuntime],
+    direction: Direction,
+    owner: Owner,
+    nbytes: int,
+    start: Event,
+    end: Event,
+) -> None:
+    """As CopyWatcher; holds no runtime."""
+    runtime = to()
+    if runtime is not None and owner.client == WeightStream.name and owner.label in runtime.residency.entries:
+        runtime._copies.append((start, end))
