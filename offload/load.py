@@ -56,7 +56,8 @@ def load_weights(
     path: a file, a folder, or an index (*.safetensors.index.json); or an object with keys() and
         get_tensor(name), whose tensors, on any device, are checked as each of them comes.
     quantize: has to agree with `apply`, whose quantize="int8" reads frozen weights as INT8.
-    strict: False admits files that lack names of the model, or have others. What is on meta needs values.
+    strict: False admits files that lack names of the model, or have others, and passes over weights that have
+        their values as INT8, such as those of a slab. What is on meta needs values.
     Names are those of state_dict(). Of tied weights one name is enough. Floating-point values are converted
     to the dtype of their parameter. Buffers on meta that no file has (not persistent, such as rotary
     frequencies) are computed by their module's reset_parameters(), or by the model's _init_weights
@@ -67,7 +68,11 @@ def load_weights(
     OffloadError for INT8 weights that have values. No weight has changed then. HostBudgetError where the host
     has no room, ValueError for INT8 of what is not finite. Blocks the host.
     """
-    stored, targets, streams = stored_tensors(path), _targets(model), _streams()
+    stored, streams = stored_tensors(path), _streams()
+    state = model.state_dict(keep_vars=True)
+    targets = {name: each for name, each in state.items() if isinstance(each, Tensor)}
+    if not strict:
+        targets = {name: target for name, target in targets.items() if not _is_int8(target)}
     _check_quantized(quantize, {streams[id(each)] for each in targets.values() if id(each) in streams})
     loaded = _matched(model, stored, targets, strict)
     for key in [key for key in stored if key in targets]:
@@ -76,19 +81,10 @@ def load_weights(
         for _ in _fitting(stored, targets):  # views of the files, of which nothing is read
             pass
     buffers = _computed_buffers(model)
-    for target, value in itertools.chain(_fitting(stored, targets), buffers):
-        _place(target, value.to(target.dtype), streams.get(id(target)))
+    with torch.inference_mode(False), torch.no_grad():
+        for target, value in itertools.chain(_fitting(stored, targets), buffers):
+            _place(target, value.to(target.dtype), streams.get(id(target)))
     return loaded
-
-
-def _targets(model: nn.Module) -> dict[str, Tensor]:
-    """What state_dict() has, by all its names."""
-    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
 
 
 def _matched(
@@ -135,6 +131,11 @@ def _fitting(stored: Mapping[str, Stored], targets: Mapping[str, Tensor]) -> Ite
         yield target, value
 
 
+def _is_int8(target: Tensor) -> bool:
+    """Whether it is a streamed weight that has its values, as INT8."""
+    return isinstance(target, StreamedWeight) and owner_of(target).int8
+
+
 def _check_quantized(quantize: str | None, streams: Collection[WeightStream]) -> None:
     if quantize is not None and not (quantize == "int8" and any(each.figures.int8_bytes for each in streams)):
         raise ValueError(
@@ -149,8 +150,8 @@ def _check_can_be_filled(name: str, target: Tensor) -> None:
             f"{name} is a {type(target).__name__}, which load_weights() does not fill: a DTensor is loaded "
             "by torch.distributed.checkpoint, and a quantised parameter is made after loading"
         )
-    if isinstance(target, StreamedWeight) and (weight := owner_of(target)).int8:
-        raise written(weight)
+    if _is_int8(target):
+        raise written(owner_of(target))
     hooks = target._backward_hooks or getattr(target, "_post_accumulate_grad_hooks", None)
     held = weakref.getweakrefs(target) or target._use_count() > 1  # type: ignore[attr-defined]
     if target.is_meta and (hooks or held):
@@ -174,10 +175,9 @@ def _place(target: Tensor, value: Tensor, stream: WeightStream | None) -> None:
     if stream is not None and (target.is_meta or isinstance(target, StreamedWeight)):
         stream.fill(target, value)
     elif target.is_meta:
-        give_memory(target, value.clone())
+        give_memory(target, torch.empty_like(target, device="cpu").copy_(value))
     else:
-        with torch.no_grad():
-            target.copy_(value)
+        target.copy_(value)
 
 
 def _computed_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:

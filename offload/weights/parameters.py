@@ -120,7 +120,7 @@ class Parameters:
 
     def fill_resident(self, tensor: Tensor, value: Tensor) -> None:
         """A tensor of the model that was on meta, and does not stream, is on the device with these values."""
-        give_memory(tensor, value.to(self._device.torch_device, copy=True))
+        give_memory(tensor, torch.empty_like(tensor, device=self._device.torch_device).copy_(value))
         self._moved_here.append((tensor, None))
 
     def write_int8(self, weight: Weight, value: Tensor) -> None:

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -90,8 +91,10 @@ class StreamedWeight(Watched):
                 "state_dict(), or call remove() on apply's handle first. A compiled function asks for it of "
                 "weights outside of their block: do not compile it, nor the optimizer's step"
             )
+        if func is torch.chunk:
+            _refuse_wrapper(owners[0])
         if func in _MAKE_ALIAS:
-            _refuse_broadcast(owners[0])
+            _refuse_wrapper(owners[0])
             return _aliases_in(untouched(func, args, kwargs), owners)
         if func in _BACKWARDS and (inputs := args[1] if func is torch.autograd.grad else kwargs["inputs"]):
             return _differentiate(func, args[0], inputs, kwargs)
@@ -331,19 +334,27 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
     holder_of(weight).set_data(weight, own)
 
 
-def _refuse_broadcast(weight: Weight) -> None:
-    """DDP's constructor hands the result to C++, which would read bytes that are not there."""
-    frame = sys._getframe(3)
+def _refuse_wrapper(weight: Weight) -> None:
+    """DDP's constructor hands the result to C++, which would read bytes that are not there; FSDP puts other
+    parameters in the place of its shards."""
+    frame: FrameType | None = sys._getframe(3)
     for _ in range(4):
-        if frame.f_code.co_name == "_sync_module_states" and "distributed" in frame.f_code.co_filename:
+        if frame is None:
+            return
+        name = frame.f_code.co_name if "distributed" in frame.f_code.co_filename else ""
+        if name == "_init_sharded_param":
+            raise OffloadError(
+                f"fully_shard() of a model whose weights are on the host ({weight.name}): FSDP frees and "
+                "refills parameters itself. Call remove() on apply's handle first; CPUOffloadPolicy() keeps "
+                "its shards on the host, and FSDPGPUOptimizerWrapper steps them"
+            )
+        if name == "_sync_module_states":
             raise OffloadError(
                 f"DistributedDataParallel(model) of a model whose weights are on the host ({weight.name}, "
                 f"{weight.nbytes:,} bytes): its constructor sends them from C++, which sees no bytes. Build "
                 "it first, then call apply(weights=...) on the model inside; or give it init_sync=False "
                 "where all ranks have the same weights"
             )
-        if frame.f_back is None:
-            return
         frame = frame.f_back
 
 

@@ -379,6 +379,49 @@ def test_a_state_dict_that_is_assigned_is_quantised(plain: Whole) -> None:
     handle.remove()
 
 
+def test_the_weights_beside_those_of_a_slab_come_from_files(plain: Whole, folder: Path) -> None:
+    model = frozen(copy.deepcopy(plain))
+    handle = offload.apply(model, weights="host", quantize="int8")
+    handle.write_slab(folder / "slab")
+    handle.remove()
+    (folder / "slab.safetensors").rename(folder.parent / "slab.safetensors")
+    (folder / "slab.manifest.json").rename(folder.parent / "slab.manifest.json")
+    model = frozen(on_meta())
+    handle = offload.apply(model, weights="host", quantize=folder.parent / "slab.manifest.json")
+    loaded = offload.load_weights(model, folder, strict=False)
+    assert len(loaded.unexpected_keys) == 2 * BLOCKS  # which the slab has
+    pair = Pair(model, frozen(plain), handle)
+    expand_as(pair)
+    pair.train()
+    handle.remove()
+
+
+def test_memory_of_another_order_and_a_load_in_inference_mode(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        blocks = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 16, 3))
+        model = nn.Sequential(blocks, nn.Conv2d(16, 2, 3))
+        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+    plain = build()
+    tensors = {name: value.contiguous() for name, value in plain.state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = build()
+        handle = offload.apply(model, weights="host", blocks="0.*")
+        with torch.inference_mode():
+            offload.load_weights(model, tmp_path)
+    x = torch.randn(2, 8, 9, 9)
+    for each in (model, plain):
+        each(x).sum().backward()
+    handle.remove()
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, its)
+        assert mine.stride() == its.stride()
+        assert mine.grad is not None
+        assert its.grad is not None
+        assert torch.equal(mine.grad, its.grad)
+
+
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_quantize_has_to_be_what_apply_was_given(folder: Path, quantize: str) -> None:
     model = frozen(on_meta())

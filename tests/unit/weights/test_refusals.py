@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +126,24 @@ def test_graphs_that_are_recorded_around_blocks(compiled: str) -> None:
     with pytest.raises(ValueError, match=r"0\.[01] is compiled with CUDA graphs"):
         run(torch.randn(ROWS, WIDTH))
     handle.remove()
+
+
+@pytest.mark.parametrize("sharded", ["model", "blocks"])
+def test_parameters_that_fsdp_takes_over_afterwards(sharded: str, tmp_path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        model = Model()
+        handle = offload.apply(model, weights="host")
+        part: Any = model if sharded == "model" else model.layers[0]  # type: ignore[index]
+        with pytest.raises(offload.OffloadError, match=r"fully_shard\(\) of .* \(layers.0.up.weight\): FSDP"):
+            fully_shard(part)
+        handle.remove()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_compiled_blocks() -> None:
