@@ -5,8 +5,6 @@ One invariant: it is bound by memory: an element is read once and written once, 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -19,7 +17,7 @@ _COLUMNS = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-def _expand_row(values: Any, scales: Any, out: Any, width: Any, columns: tl.constexpr) -> None:
+def _expand_row(values, scales, out, width, columns: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     inside = column < width
