@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from offload.weights.watched import StreamedWeight
 from offload.weights.weight import Weight
@@ -124,6 +125,8 @@ def quantize(choice: Choice, model: nn.Module) -> None:
     for weight in weights:
         parameter = weight.parameter
         weight.int8 = not parameter.requires_grad and parameter.dim() in (2, 3) and parameter.dtype in _FLOATS
+        if isinstance(weight.module(), _ConvNd) or weight.link_bytes >= weight.nbytes:
+            weight.int8 = False  # no expert's, or rows that are shorter than their scale
     if not any(weight.int8 for weight in weights):
         raise ValueError(
             f"apply(quantize=...) finds no frozen weight of 2 or 3 dimensions among the {len(weights)} that "

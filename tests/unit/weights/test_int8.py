@@ -154,6 +154,31 @@ def test_experts_are_rounded_by_row_and_any_order_in_memory_is_kept() -> None:
         assert pair.model.layers[0].turned.stride() == (1, 2 * WIDTH)
 
 
+def test_convolutions_and_rows_shorter_than_their_scale_stream_as_they_are() -> None:
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Linear(WIDTH, WIDTH)
+            self.narrow = nn.Parameter(torch.randn(32 * WIDTH, 1))
+            self.mixed = nn.Conv1d(WIDTH, WIDTH, 5, padding=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.wide(x) + self.mixed(x.T[None])[0].T
+            return x * self.narrow[:WIDTH, 0]
+
+    class Layers(nn.Sequential):
+        @property
+        def layers(self) -> nn.Sequential:
+            return self
+
+    model = Layers(*(Narrow() for _ in range(3)), nn.Linear(WIDTH, WIDTH))
+    model[:3].requires_grad_(False)
+    with streamed(model, quantize="int8") as pair:
+        names = {weight.name.partition(".")[2]: weight.int8 for weight in pair.stream.blocks[0].weights}
+        assert names == {"wide.weight": True, "narrow": False, "mixed.weight": False}
+        pair.train()
+
+
 @pytest.mark.parametrize("mode", ["groups", "hidden_states", "selective", "checkpoint", True])
 def test_every_mode_of_activations(mode: Any) -> None:
     with int8(mode=mode, min_numel=16 if mode in ("groups", "selective", True) else None) as pair:
