@@ -104,9 +104,9 @@ def chosen_weights(
     for parameter in stepped_by_open_ones():
         if (weight := streamed.get(id(parameter))) is not None:
             raise ValueError(
-                f"{weight.name} is stepped by a HybridDeviceOptimizer, which moves it itself, and "
-                "apply(weights=...) would stream it: give weights= to a model whose blocks are frozen, "
-                "step the blocks by an optimizer of torch's, or leave weights= out"
+                f"{weight.name} is stepped by a HybridDeviceOptimizer that was built before "
+                "apply(weights=...), and keeps a copy of it on the host: close() that optimizer, or build it "
+                "after apply()"
             )
     slab = None
     if quantized is not None:

@@ -117,7 +117,8 @@ class BackwardSteps:
         gradients = {member: gradient for member, gradient in found if gradient is not None}
         if len(gradients) < len(found):
             return
-        bucket.set_gradients({member.index: member.flat_gradient(grad) for member, grad in gradients.items()})
+        flats = {member.index: member.flat_gradient(grad) for member, grad in gradients.items()}
+        bucket.set_gradients(flats, self._steps)
         self.stepped.add(bucket)  # first: what breaks off here has begun a step
         self._steps.submit([bucket])
         for member, gradient in gradients.items():

@@ -36,6 +36,7 @@ from offload.optim.classes import is_fused_adam, state_names, step_alone
 from offload.optim.groups import UserGroup, follow_groups
 from offload.optim.host_part import HostBucket, HostPart
 from offload.optim.parts import HostOptions
+from offload.params.home import Stepper
 from offload.params.sections import FlatSpec
 from offload.params.view import ParamView, laid_like, update_master
 
@@ -59,15 +60,24 @@ class CpuBucket(HostBucket):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.leaves = [self.flat("master", piece) for piece in self.layout.pieces]
-        if self.whole:
-            self.leaves = [m.shaped(leaf) for m, leaf in zip(self.members, self.leaves, strict=True)]
+        self.leaves = [self._leaf(position) for position in range(len(self.members))]
         self.optimizer: Optimizer | None = None
         self._copied: Event | None = None  # behind the gradients' way out
+
+    def _leaf(self, position: int) -> Tensor:
+        own = self.section.has("master")
+        flat = self.flat("master", self.layout.pieces[position]) if own else self.master_on_host(position)
+        return self.members[position].shaped(flat) if self.whole else flat
+
+    def moved(self, position: int) -> None:
+        """As Part.moved."""
+        self.leaves[position].data = self._leaf(position)
 
     def on_host(self, position: int) -> Tensor:
         """The host bytes that the device's weights are copied to and new ones are rounded into. They are the
         master itself if it has the weights' dtype."""
+        if self.members[position].home is not None:
+            return self.master_on_host(position)
         dtype = self.members[position].dtype
         return self.flat(
             "weight" if dtype != self.master_dtype else "master", self.layout.pieces[position], dtype
@@ -112,8 +122,8 @@ class CpuBucket(HostBucket):
         as_it_is = gradient.dtype == member.dtype or not self.device.owns(gradient)
         return gradient if as_it_is else gradient.to(self.master_dtype)
 
-    def set_gradients(self, gradients: Mapping[int, Tensor]) -> None:
-        super().set_gradients(gradients)
+    def set_gradients(self, gradients: Mapping[int, Tensor], stepper: Stepper | None = None) -> None:
+        super().set_gradients(gradients, stepper)
         self._copied = None
 
     def gradient_on_host(self, position: int, dtype: torch.dtype) -> Tensor:
@@ -125,10 +135,12 @@ class CpuBucket(HostBucket):
         memory is not pinned. made: recorded after them, on a lane that has waited for the bucket's last
         return: so the host's side is free too. Order: [Order: gradients out]."""
         pairs: list[CopyPair] = []
-        for position, gradient, weights in zip(self.stepped, self.gradients, self.weights, strict=True):
+        found = zip(self.stepped, self.gradients, self.weights, self.claims, strict=True)
+        for position, gradient, weights, claim in found:
             if self.device.owns(gradient):
                 pairs.append((self.gradient_on_host(position, gradient.dtype), gradient))
-            pairs.append((self.on_host(position), weights))
+            if claim is None:
+                pairs.append((self.on_host(position), weights))
         self.device.wait(self.device.d2h, made, "gradients out")
         self._copied = self.copies.send(as_bytes(pairs))
 
@@ -141,9 +153,10 @@ class CpuBucket(HostBucket):
         been copied and the last return has been read."""
         device = self.device
         assert self._copied is not None
-        device.synchronize(self._copied)
-        if self.returned is not None:
-            device.synchronize(self.returned)
+        claimed = [event for claim in self.claims if claim is not None for event in claim.after]
+        for event in (self._copied, self.returned, *claimed):
+            if event is not None:
+                device.synchronize(event)
         device.note_read(device.host, self.section.slot("grad", self.layout.start, self.layout.numel))
         for position, source in zip(self.stepped, self.gradients, strict=True):
             piece, leaf = self.layout.pieces[position], self.leaves[position]
@@ -163,13 +176,14 @@ class CpuBucket(HostBucket):
         """Send the new weights; the host has waited for the old ones. Blocks the host: never."""
         device = self.device
         pairs: list[CopyPair] = []
-        for position, on_device in zip(self.stepped, self.weights, strict=True):
+        for position, on_device, claim in zip(self.stepped, self.weights, self.claims, strict=True):
             weights = self.on_host(position)
             device.note_write(device.host, weights.view(torch.uint8))
             if weights.dtype != self.master_dtype:
                 weights.copy_(self.flat("master", self.layout.pieces[position]))
-            pairs.append((on_device, weights))
-        self.returned = self.copies.fetch(as_bytes(pairs))
+            if claim is None or claim.on_device is not None:
+                pairs.append((on_device, weights))
+        self.returned = self.copies.fetch(as_bytes(pairs)) if pairs else self._copied
 
     def step(self, scratch: Tensor | None) -> None:
         """Wait for the gradients, step, and send the weights back, for an optimizer of this bucket alone. The
@@ -182,6 +196,7 @@ class CpuBucket(HostBucket):
             for leaf in self.leaves:
                 leaf.grad = None
         self.give_back()
+        self.end_claims()
 
 
 class CpuPart(HostPart[CpuBucket]):
@@ -204,18 +219,24 @@ class CpuPart(HostPart[CpuBucket]):
         """One a bucket, so that copies and steps of different buckets go on together."""
         return [bucket.optimizer for bucket in self.buckets if bucket.optimizer is not None]
 
-    def _specs(self, dtype: torch.dtype, master_dtype: torch.dtype) -> list[FlatSpec]:
+    def _specs(self, dtype: torch.dtype, master_dtype: torch.dtype, has_home: bool) -> list[FlatSpec]:
         size, pinned = master_dtype.itemsize, self.options.pin_params
-        # rounding zero gives no weight but zero: the first step takes the weights over
-        specs = [FlatSpec("master", size, pinned, zero=True), FlatSpec("grad", size, self.options.pin_grads)]
-        if dtype != master_dtype:
+        specs = [FlatSpec("grad", size, self.options.pin_grads)]
+        if dtype != master_dtype or not has_home:
+            # rounding zero gives no weight but zero: the first step takes the weights over
+            specs.append(FlatSpec("master", size, pinned, zero=True))
+        if dtype != master_dtype and not has_home:
             specs.append(FlatSpec("weight", dtype.itemsize, pinned))
         moments = () if self.whole else state_names({})
         return specs + [FlatSpec(name, size, pinned, zero=True) for name in moments]
 
     def regroup(self, groups: Sequence[UserGroup]) -> None:
         super().regroup(groups)
-        narrow = [bucket.layout.numel for bucket in self.buckets if bucket.section.has("weight")]
+        narrow = [
+            bucket.layout.numel
+            for bucket in self.buckets
+            if any(member.dtype != bucket.master_dtype for member in bucket.members)
+        ]
         if narrow:
             self.scratch = torch.empty(max(narrow), dtype=torch.float32, device="cpu")
         for bucket in self.buckets:
@@ -223,6 +244,10 @@ class CpuPart(HostPart[CpuBucket]):
             leaves = {member.index: [leaf] for member, leaf in pairs}
             # workers read what the user may already change
             bucket.bind(follow_groups(bucket.optimizer, self._new_optimizer, leaves, groups, live=False))
+
+    def moved(self, member: ParamView) -> None:
+        for bucket, position in self._pieces_of[member.index]:
+            bucket.moved(position)
 
     def flats_on_host(self, member: ParamView) -> tuple[Tensor, Tensor, Tensor]:
         """What is stepped of a parameter that is never cut, its weights and its gradient; 1-D."""

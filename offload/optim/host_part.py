@@ -21,6 +21,7 @@ from offload.ids import Owner
 from offload.optim.classes import MOMENTS, state_names
 from offload.optim.groups import UserGroup, index_of
 from offload.optim.parts import HostOptions, Part
+from offload.params.home import Claim, Stepper
 from offload.params.layout import Bucket, Piece, lay_out
 from offload.params.sections import FlatSpec, HostSection, check_budget
 from offload.params.view import ParamView, update_master
@@ -59,25 +60,34 @@ class HostBucket(ABC):
         self.stepped: list[int] = []
         self.gradients: list[Tensor] = []
         self.weights: list[Tensor] = []
+        self.claims: list[Claim | None] = []
+        """Of those weights that have a home; they are on the host where the claim has no device bytes."""
+        self.writes = [-1] * len(self.members)
+        """Of each piece, what its claim said when it was stepped last."""
 
-    def set_gradients(self, gradients: Mapping[int, Tensor]) -> None:
+    def set_gradients(self, gradients: Mapping[int, Tensor], stepper: Stepper | None = None) -> None:
         """Keep the gradients until the step. gradients: flat, by parameter, made on the current lane. A
-        parameter without one is not stepped. Blocks the host only while the step before is still at this
-        bucket."""
+        parameter without one is not stepped. stepper: claims weights that have a home. Blocks the host only
+        while the step before is still at this bucket. Raises OffloadError as `Home.begin_step`."""
         self.done.wait()
-        self.is_due = True
-        self.stepped, self.gradients, self.weights = [], [], []
+        self.stepped, self.gradients, self.weights, self.claims = [], [], [], []
         for position, (piece, member) in enumerate(zip(self.layout.pieces, self.members, strict=True)):
             if (gradient := gradients.get(member.index)) is None:
                 continue
             part = self._as_copied(gradient.narrow(0, piece.first, piece.numel), member)
-            weights = member.flat.narrow(0, piece.first, piece.numel)
-            for each in (part, weights):
+            flat, claim = member.flat, None
+            if member.home is not None and stepper is not None:
+                claim = member.home.begin_step(stepper, member.index)
+                flat = flat if claim.on_device is None else claim.on_device.view(member.dtype)
+            weights = flat.narrow(0, piece.first, piece.numel)
+            for each in (part, weights) if claim is None else (part,):
                 if self.device.owns(each):
                     self.device.note_write(self.device.compute, each.view(torch.uint8))
             self.stepped.append(position)
             self.gradients.append(part)
             self.weights.append(weights)
+            self.claims.append(claim)
+        self.is_due = True
 
     def has_any(self, indices: Container[int]) -> bool:
         """Whether one of these parameters has a piece in it."""
@@ -91,6 +101,21 @@ class HostBucket(ABC):
         """Release the gradients. Called once the lane that they were allocated on has waited for `returned`,
         or `returned` has passed."""
         self.gradients = []
+
+    def end_claims(self) -> None:
+        """All that the step does to weights that have a home is issued: hold their bytes no longer."""
+        claims, self.claims = self.claims, []
+        self.weights = [w for w, claim in zip(self.weights, claims, strict=True) if claim is None]
+
+    def master_on_host(self, position: int) -> Tensor:
+        """The piece in the one host copy of a weight that has a home: 1-D."""
+        piece, member = self.layout.pieces[position], self.members[position]
+        return member.flat.narrow(0, piece.first, piece.numel)
+
+    @property
+    def ends(self) -> list[Event]:
+        """Behind all that its last step reads and writes. Nothing of it is to be issued any more."""
+        return [] if self.returned is None else [self.returned]
 
     def flat(self, name: str, piece: Piece, dtype: torch.dtype | None = None) -> Tensor:
         """The piece's elements in a flat of the section. dtype: None is the master's."""
@@ -132,20 +157,21 @@ class HostPart(Part, Generic[B]):
         """Parameters of torch's Adam that have no state yet."""
 
     @abstractmethod
-    def _specs(self, dtype: torch.dtype, master_dtype: torch.dtype) -> list[FlatSpec]:
-        """The flats of a section of parameters of `dtype`."""
+    def _specs(self, dtype: torch.dtype, master_dtype: torch.dtype, has_home: bool) -> list[FlatSpec]:
+        """The flats of a section of parameters of `dtype`. has_home: their weights are on the host
+        already."""
 
     def add(self, members: Sequence[ParamView]) -> None:
         """Pin their memory, which blocks the host. Raises HostBudgetError, before anything is
         pinned."""
-        kinds: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int]]] = {}
+        kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[int, int]]] = {}
         for member in members:
             self.members[member.index] = member
-            kind = member.dtype, self.options.master_dtype(member)
+            kind = member.dtype, self.options.master_dtype(member), member.home is not None
             kinds.setdefault(kind, []).append((member.index, member.numel))
         plan = [
-            (layout, self._specs(dtype, master_dtype), master_dtype)
-            for (dtype, master_dtype), chosen in kinds.items()
+            (layout, self._specs(dtype, master_dtype, has_home), master_dtype)
+            for (dtype, master_dtype, has_home), chosen in kinds.items()
             for layout in lay_out(
                 chosen,
                 bucket_numel=self.options.bucket_bytes // master_dtype.itemsize,
@@ -213,12 +239,13 @@ class HostPart(Part, Generic[B]):
         return self.options.master_dtype(member) != member.dtype
 
     def master(self, member: ParamView) -> Tensor:
-        return dict(self.flats_of(member)).get("master", member.parameter)
+        own = member.parameter if member.home is None else member.shaped(member.flat)
+        return dict(self.flats_of(member)).get("master", own)
 
     def refresh_master(self, member: ParamView) -> None:
         master = self.master(member)
         if master is not member.parameter:
-            weights = member.shaped(member.flat).to("cpu")
+            weights = member.on_host()
             if self.has_master(member):
                 update_master(master, weights)
             else:
@@ -243,6 +270,8 @@ class HostPart(Part, Generic[B]):
 
     def note_state(self, member: ParamView, has: bool) -> None:
         (self.stateless.discard if has or self.whole else self.stateless.add)(member.index)
+        for bucket, position in self._pieces_of[member.index]:
+            bucket.writes[position] = -1  # its master may be another one
 
     def forget(self, member: ParamView) -> None:
         """Forget the parameter. Host memory goes back once no parameter of the section is left."""

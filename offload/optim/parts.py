@@ -101,6 +101,10 @@ class Part(ABC):
         """The parameter has left its group. Nothing may be in flight."""
         del self.members[member.index]
 
+    def moved(self, member: ParamView) -> None:
+        """The host's copy of a weight that has a home is other memory. Nothing may be in flight."""
+        return
+
     @abstractmethod
     def master(self, member: ParamView) -> Tensor:
         """What the optimizer steps, in the parameter's shape; the parameter itself where that is."""

@@ -192,13 +192,15 @@ class Placement:
         sizes = [member.whole_numel * member.dtype.itemsize for member in offloaded]
         for member, place in zip(offloaded, choose_places(sizes, self.cpu_share), strict=True):
             self.places[member.index] = place if member.numel else Place.CPU
+        self._refuse_whole(members)
         for part in self.parts:
             part.add([member for member in members if self.part_of(member) is part])
         self._next += len(members)
         self.members.extend(members)
         self.of.update((id(member.parameter), member) for member in members)
         with self._engine.lock:
-            self._engine.externals.register_parameters([member.parameter for member in members])
+            stay = [member.parameter for member in members if member.home is None]
+            self._engine.externals.register_parameters(stay)
         self.user_groups = [
             UserGroup(group, [self.of[id(p)].index for p in group["params"]]) for group in groups
         ]
@@ -210,6 +212,16 @@ class Placement:
         for part in self.parts:
             part.regroup(self.user_groups)
         return offloaded
+
+    def _refuse_whole(self, members: Sequence[ParamView]) -> None:
+        """Raises ValueError for a streamed weight of which the class would be given a copy."""
+        for member in members:
+            if member.home is not None and self.part_of(member) is self.on_host is not self.on_gpu:
+                raise ValueError(
+                    f"{member} is streamed by apply(weights=...), and {self._options.cpu_cls.__name__} steps "
+                    "copies of whole parameters here: give a class of torch.optim, atomic_step=False, or "
+                    "offload_fraction=0, or apply without weights="
+                )
 
     @property
     def parts(self) -> list[CpuPart | StreamedPart | ResidentPart]:
@@ -260,7 +272,7 @@ class Placement:
         for parameter in (p for group in groups for p in group["params"] if id(p) not in self.of):
             index = self._next + len(members)
             member = ParamView(parameter, index, device, names.get(id(parameter), ""))
-            here = device.owns(local_of(parameter).detach())
+            here = member.home is not None or device.owns(local_of(parameter).detach())
             if not here and parameter.device.type != "cpu":
                 raise ValueError(
                     f"{member} is on {parameter.device}, and the optimizer's device is {device.name}; "
@@ -294,7 +306,11 @@ class Placement:
         and their state with them. finish: ends every copy and step; called only then."""
         address = member.address
         before = member.follow()
-        self._moved |= member.address != address
+        if member.address != address:
+            self._moved = True
+            if member.home is not None:
+                finish()
+                self.part_of(member).moved(member)
         if before is not None:
             finish()
             self.part_of(member).reorder(member, before)

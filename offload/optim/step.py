@@ -295,10 +295,10 @@ class StepRunner(Client):
             if member.index in needed
         }
         buckets = [bucket for bucket in buckets if bucket.has_any(flats)]
-        for bucket in buckets:
-            bucket.set_gradients(flats)
         submits = False
         try:
+            for bucket in buckets:
+                bucket.set_gradients(flats, self.steps)
             submits, self.steps.torn = not self.placed.resident, True
             self.placed.step_resident(gradients, atomic=self._atomic)
             submits = True
@@ -310,6 +310,8 @@ class StepRunner(Client):
                 self._end_step(gradients, offloaded)
             elif submits or isinstance(error, Exception):  # which says itself what it leaves
                 self.steps.torn = False
+            for bucket in buckets if not submits else ():
+                bucket.is_due = False
             self.steps.settle()
             raise
 

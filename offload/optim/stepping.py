@@ -115,6 +115,17 @@ class HostedSteps:
                 )
 
     # -- waiting ---------------------------------------------------------------------------------------------
+    def is_under_way(self, index: int) -> bool:
+        """As Stepper."""
+        return any(b.is_due or not b.done.is_open for b in self.buckets_of.get(index, ()))
+
+    def ends_of(self, index: int) -> list[Event]:
+        """As Stepper."""
+        mine = self.buckets_of.get(index, ())
+        for bucket in mine:
+            bucket.done.wait()
+        return [event for bucket in mine for event in bucket.ends]
+
     def is_pending(self, index: int) -> bool:
         """Whether the training thread has not finished the step of the parameter's buckets yet."""
         return any(bucket in self._pending for bucket in self.buckets_of.get(index, ()))
@@ -276,6 +287,7 @@ class HostedSteps:
                 self.finish()
         except Exception as error:  # a worker's, or of a device that is lost
             logger.warning("the optimizer was closed in a step that failed: %s", error)
+        self._pending.clear()
         self._stepper.close()
         self._streamer.close()
         try:  # host memory goes back after this

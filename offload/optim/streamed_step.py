@@ -18,6 +18,13 @@ bucket are read by `h2d` only after `d2h` wrote them in the step before.
 # alive   the ring owns the slot.
 # proof   tests/property/test_optim_edges.py, edge "ring"
 #
+# [Order: master in]
+# hazard  RAW: `h2d` reads the one host copy of a weight that `d2h` still writes: somebody wrote the weight on
+#         the device.
+# edge    the claim has the event of that way out; h2d waits for it.
+# alive   the weight's home owns the host bytes.
+# proof   tests/property/test_optim_edges.py, edge "master in"
+#
 # [Order: state here]
 # hazard  RAW: the optimizer's lane steps with state that `h2d` has not finished writing.
 # edge    the event of the way in; the optimizer's lane waits for it.
@@ -41,7 +48,7 @@ bucket are read by `h2d` only after `d2h` wrote them in the step before.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +77,9 @@ class StreamedBucket(HostBucket):
 
     Where the master's dtype is the parameters' own the weights are stepped in place, else masters travel with
     the state. weights_on_host: weights and gradients are there too, as FSDP2's CPUOffloadPolicy keeps them,
-    and travel with the state.
+    and travel with the state. A weight that has a home goes there after its step. It is stepped where it is
+    if its device bytes stay valid, else in the ring; there it comes in where its master does not know all of
+    it: it has none, or others wrote the weight.
     """
 
     weights_on_host: bool
@@ -109,22 +118,35 @@ class StreamedBucket(HostBucket):
         inward = [(flat, self.section.slot(name, layout.start, layout.numel)) for name, flat in state.items()]
         outward: list[CopyPair] = [(on_host, flat) for flat, on_host in inward]
         pieces = {name: self._pieces_in(flat) for name, flat in slot.flats.items()}
-        gradients, weights = self.gradients, self.weights
+        gradients, weights = self.gradients, [*self.weights]
         if self.weights_on_host:
             device.wait(device.h2d, released, "gradients made")
-            gradients, weights = pieces["grad"], pieces["weights"]
-            for flats, on_host in ((gradients, self.gradients), (weights, self.weights)):
-                inward += zip(map(_bytes_of, flats), map(_bytes_of, on_host), strict=True)
-            outward += zip(map(_bytes_of, self.weights), map(_bytes_of, weights), strict=True)
+            gradients = pieces["grad"]
+            inward += zip(map(_bytes_of, gradients), map(_bytes_of, self.gradients), strict=True)
         if any(lent):
             device.wait(device.h2d, released, "gradients made")
             room = self._pieces_in(slot.flats["lent"])
             gradients = [
-                piece.view(each.dtype).narrow(0, 0, each.numel()) if waits else each
+                _first_bytes(piece, each) if waits else each
                 for piece, each, waits in zip(room, gradients, lent, strict=True)
             ]
             pairs = zip(map(_bytes_of, gradients), map(_bytes_of, self.gradients), lent, strict=True)
             inward += [(here, on_host) for here, on_host, waits in pairs if waits]
+        fresh: set[int] = set()  # whose masters know all of them
+        for number, (position, claim) in enumerate(zip(self.stepped, self.claims, strict=True)):
+            if claim is None and not self.weights_on_host:
+                continue
+            on_host = self.master_on_host(position)
+            if claim is None or claim.on_device is None:
+                weights[number] = _first_bytes(pieces["weights"][number], on_host)
+                if self.has_master and claim is not None and claim.writes == self.writes[position]:
+                    fresh.add(number)
+                else:
+                    for event in () if claim is None else claim.after:
+                        device.wait(device.h2d, event, "master in")
+                    inward.append((_bytes_of(weights[number]), _bytes_of(on_host)))
+            # what `h2d` still reads there it has read before the state comes in, which `d2h` comes after
+            outward.append((_bytes_of(on_host), _bytes_of(weights[number])))
         try:
             device.wait(ring.lane, self.copies.fetch(inward), "state here")
             device.wait(ring.lane, released, "gradients made")
@@ -134,10 +156,16 @@ class StreamedBucket(HostBucket):
                 for gradient, weight in zip(gradients, weights, strict=True):
                     device.note_read(ring.lane, _bytes_of(gradient))
                     device.note_write(ring.lane, _bytes_of(weight))
-                self._compute(pieces, gradients, weights)
-                self.returned = device.record(ring.lane)
-            device.wait(device.d2h, self.returned, "state out")
+                self._compute(pieces, gradients, weights, fresh)
+                stepped = device.record(ring.lane)
+            device.wait(device.d2h, stepped, "state out")
             self._state_out = slot.free = self.copies.send(outward)
+            here = any(claim is not None and claim.on_device is not None for claim in self.claims)
+            # who writes those waits for their way out, too
+            self.returned = self._state_out if here else stepped
+            for position, claim in zip(self.stepped, self.claims, strict=True):
+                self.writes[position] = -1 if claim is None else claim.writes
+            self.end_claims()
         except BaseException:  # some of it was issued: gradients, slot and state are free after that
             device.wait(ring.lane, device.record(device.h2d), "state here")
             self.returned = device.record(ring.lane)
@@ -153,10 +181,19 @@ class StreamedBucket(HostBucket):
             for piece in (self.layout.pieces[position] for position in self.stepped)
         ]
 
+    @property
+    def ends(self) -> list[Event]:
+        return super().ends + ([] if self._state_out is None else [self._state_out])
+
     def _compute(
-        self, pieces: Mapping[str, Sequence[Tensor]], gradients: Sequence[Tensor], weights: Sequence[Tensor]
+        self,
+        pieces: Mapping[str, Sequence[Tensor]],
+        gradients: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        fresh: Collection[int],
     ) -> None:
-        """On the ring's lane: one call of torch's Adam for each param group in the bucket."""
+        """On the ring's lane: one call of torch's Adam for each param group in the bucket. fresh: weights, by
+        number, that the masters need not be compared with."""
         groups: dict[int, list[int]] = {}
         for number, position in enumerate(self.stepped):
             groups.setdefault(id(self.groups[position]), []).append(number)
@@ -170,8 +207,9 @@ class StreamedBucket(HostBucket):
             targets = own_weights = of_group(weights)
             if self.has_master:
                 targets, widened = of_group(pieces["master"]), of_group(pieces["grad"])
-                for master, weight, room in zip(targets, own_weights, widened, strict=True):
-                    update_master(master, weight, room)
+                for number, *masters in zip(chosen, targets, own_weights, widened, strict=True):
+                    if number not in fresh:
+                        update_master(*masters)
                 torch._foreach_copy_(widened, of_group(gradients))
             else:  # themselves, unless somebody gave another dtype
                 widened = [gradient.to(self.master_dtype) for gradient in of_group(gradients)]
@@ -190,6 +228,11 @@ class StreamedBucket(HostBucket):
             )
             if self.has_master:
                 torch._foreach_copy_(own_weights, targets)
+
+
+def _first_bytes(room: Tensor, like: Tensor) -> Tensor:
+    """As many elements as `like` has, of its dtype, at the beginning of `room`: 1-D."""
+    return room.view(torch.uint8)[: like.numel() * like.element_size()].view(like.dtype)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -212,7 +255,7 @@ class StreamedPart(HostPart[StreamedBucket]):
         """The ring has room for gradients that wait on the host."""
         self._ring_flats: tuple[int, list[tuple[str, int]]] = (0, [])
 
-    def _specs(self, dtype: torch.dtype, master_dtype: torch.dtype) -> list[FlatSpec]:
+    def _specs(self, dtype: torch.dtype, master_dtype: torch.dtype, has_home: bool) -> list[FlatSpec]:
         names = [*state_names({}), *(["master"] if dtype != master_dtype else [])]
         return [FlatSpec(name, master_dtype.itemsize, self.options.pin_params, zero=True) for name in names]
 
@@ -229,7 +272,9 @@ class StreamedPart(HostPart[StreamedBucket]):
         numel = max(bucket.layout.numel for bucket in self.buckets)
         names = {name for bucket in self.buckets for name in bucket.names()}
         size = max(bucket.master_dtype.itemsize for bucket in self.buckets)
-        also = ["weights", "grad"] if self._weights_on_host else ["grad"] if "master" in names else []
+        streams = any(m.home is not None for bucket in self.buckets for m in bucket.members)
+        also = ["weights"] if self._weights_on_host or streams else []
+        also += ["grad"] if self._weights_on_host or "master" in names else []
         also += ["lent"] if self.takes_lent else []
         flats = [(name, size) for name in (*sorted(names), *also)]
         if (numel, flats) != self._ring_flats:  # between steps

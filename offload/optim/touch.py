@@ -25,6 +25,7 @@ from offload.client import weakly
 from offload.compile.untraced import untraced
 from offload.engine import OffloadEngine
 from offload.optim.stepping import HostedSteps
+from offload.params.home import home_of
 from offload.params.watched import Watched, watched_in
 from offload.telemetry.speaker import speaker
 
@@ -135,18 +136,20 @@ class WeightWatch:
     def watch(self, index: int, parameter: Tensor, *, gradient: bool) -> bool:
         """From now on whoever touches the parameter, or with `gradient` its gradient, waits first. False,
         and nothing, where its class could not be put back: it is not torch's own Parameter with a plain
-        gradient. What FSDP2 shards is read by its gathers past Python."""
-        found = parameter.grad
+        gradient. What FSDP2 shards is read by its gathers past Python. A weight that has a home keeps its
+        class: who streams it waits before each use."""
+        found, streams = parameter.grad, home_of(parameter) is not None
         if isinstance(found, Watched) and found.comes_and_goes:  # its owner waits before it changes
             found = None
-        if type(parameter) not in (nn.Parameter, AwaitedWeight) or not (
+        if not (streams or type(parameter) in (nn.Parameter, AwaitedWeight)) or not (
             found is None or (type(found) in (Tensor, AwaitedGradient) and not found._is_view())
         ):
             return False
         self._watched[index] = parameter
         if gradient and found is not None:
             watch(found, self._steps, index)
-        watch(parameter, self._steps, index)
+        if not streams:
+            watch(parameter, self._steps, index)
         return True
 
     def _waited(self, index: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from offload.device import Device
 from offload.errors import OffloadError
+from offload.params.home import home_of
 from offload.params.watched import Watched
 
 __all__ = [
@@ -62,14 +63,17 @@ class ParamView:
         self.index = index
         self.device = device
         self.name = name
-        local = local_of(parameter).detach()
+        self.home = home_of(parameter)
+        """Where its bytes are, if those on the device come and go."""
+        if self.home is not None and self.home.device is not device:
+            raise ValueError(
+                f"{self.home.name} is streamed by apply(weights=...) on {self.home.device.name}, by another "
+                f"engine than this optimizer's on {device.name}; give engine=, or leave it out of both"
+            )
+        self._keeper = None if self.home is None else self.home.keeper()  # a step may write the master
+        local = self._local()
         self.shape, self.numel, self.dtype = tuple(local.shape), local.numel(), local.dtype
         self.where, self.address = local.device, 0
-        if getattr(type(parameter), "comes_and_goes", False):
-            raise ValueError(
-                f"{self} is streamed by apply(weights=...), and cannot be stepped here: leave it out, as a "
-                "frozen one, step it by an optimizer of torch's, or apply without weights="
-            )
         if type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             raise ValueError(
                 f"{self} is a {type(local).__name__}, which keeps something else than its elements; step it "
@@ -84,6 +88,13 @@ class ParamView:
             f"elements of {self.dtype})"
         )
 
+    def _local(self) -> Tensor:
+        """An alias of this rank's memory. Nobody may read or write what is not there."""
+        if self.home is None:
+            return local_of(self.parameter).detach()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameter.detach()
+
     def _find(self, local: Tensor) -> None:
         stride = tuple(local.stride())
         if torch.empty_like(local, device="meta").stride() != stride:
@@ -92,9 +103,18 @@ class ParamView:
                 "contiguous first"
             )
         self.stride = stride
-        self.flat = local.data.as_strided((local.numel(),), (1,), local.storage_offset())
-        """The elements in the order of memory, 1-D. A write through it moves no version counter."""
-        self.address = local.data_ptr()
+        if self.home is None:
+            self.flat = local.data.as_strided((local.numel(),), (1,), local.storage_offset())
+            self.address = local.data_ptr()
+        else:
+            if self.home.master.numel() != local.numel() * local.element_size():
+                raise ValueError(
+                    f"{self} waits on the host in INT8, which is for frozen weights: leave it out"
+                )
+            self.flat = self.home.master.view(self.dtype)
+            self.address = self.flat.data_ptr()
+        """The elements in the order of memory, 1-D; on the host where it has a home. A write through it moves
+        no version counter."""
 
     @property
     def nbytes(self) -> int:
@@ -109,8 +129,15 @@ class ParamView:
         """Find the parameter's memory anew: `p.data = ...`, another memory format, or FSDP2 may have moved
         it. Returns the old strides if its elements lie in another order now, else None. Raises OffloadError
         for other elements than there were."""
-        local = local_of(self.parameter)
-        if local.data_ptr() == self.address and local.stride() == self.stride:
+        if self.home is not None and not self.home.is_of(self.parameter):
+            raise OffloadError(
+                f"{self} was streamed by apply(weights=...) when the optimizer was built, and is not any "
+                "more (remove(), or another parameter in its place): keep the optimizer's state_dict(), "
+                "close() it, build another one and load that"
+            )
+        local = self._local()
+        address = local.data_ptr() if self.home is None else self.home.master.data_ptr()
+        if address == self.address and local.stride() == self.stride and local.dtype == self.dtype:
             return None
         if tuple(local.shape) != self.shape or local.dtype != self.dtype or local.device != self.where:
             raise OffloadError(
@@ -118,12 +145,18 @@ class ParamView:
                 "optimizer after moving or converting"
             )
         before = self.stride
-        self._find(local.detach())
+        self._find(local)
         return before if self.stride != before else None
 
     def let_go(self) -> None:
         """Hold the parameter no longer."""
+        self.home = self._keeper = None
         self.parameter = self.flat = torch.empty(0, device="cpu")
+
+    def on_host(self) -> Tensor:
+        """The newest weights on the CPU, in the parameter's shape. Blocks the host; no step may be under
+        way."""
+        return self.shaped(self.flat).to("cpu") if self.home is None else self.home.newest()
 
     def shaped(self, flat: Tensor) -> Tensor:
         """`flat`, as many elements as the parameter has, in the parameter's shape."""
@@ -185,6 +218,9 @@ def count_write(views: Sequence[ParamView]) -> None:
     ones."""
     tensors = {id(each): each for view in views for each in (view.parameter, local_of(view.parameter))}
     torch.autograd.graph.increment_version([*tensors.values()])
+    for view in views:
+        if view.home is not None:
+            view.home.version = view.parameter._version  # no write on the device
 
 
 def laid_like(tensor: Tensor, value: Tensor) -> Tensor:

@@ -45,6 +45,10 @@ class Latch:
         if not is_open:
             self._lock.acquire()
 
+    @property
+    def is_open(self) -> bool:
+        return not self._lock.locked()
+
     def open(self) -> None:
         self._lock.release()
 

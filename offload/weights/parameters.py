@@ -164,6 +164,7 @@ class Parameters:
                 del own
             weight.rest()
             weight.source = None
+            weight.writes += 1
             if here and not filled:
                 device.note_write(device.compute, parameter)
                 device.wait(device.d2h, device.record(device.compute), "weights out")
@@ -195,6 +196,8 @@ class Parameters:
         self._check_room(where)
         for block in self._blocks:
             block.weights[:] = [weight for weight in block.weights if not weight.without_values]
+            for weight in block.weights:
+                weight.await_step()
             self.take_host_writes(block)
         self._residency.flush(self._blocks)
         blocks = [
@@ -202,7 +205,9 @@ class Parameters:
             for block in self._blocks
         ]
         for block, stays in blocks:
-            if stays and not block.present:
+            if block.present:
+                self._residency.refresh(block, block.weights)
+            elif stays:
                 self._residency.load(block, Priority.REQUIRED)
             if block.staged and stays:
                 self._residency.expand(block)
@@ -268,6 +273,7 @@ class Parameters:
     # -- the host's copy -------------------------------------------------------------------------------------
     def host_copy(self, weight: Weight) -> Tensor:
         """A view of the newest bytes on the CPU. Blocks the host for a copy that is still to come."""
+        weight.await_step()
         self.take_host_writes(weight.block)
         self._residency.flush((weight.block,))
         return weight.on_host()
@@ -279,6 +285,7 @@ class Parameters:
             return
         for weight in written:
             weight.dirty = False
+            weight.writes += 1
         if block.present:
             self._residency.drop(block)
         torch.autograd.graph.increment_version([weight.parameter for weight in written])
@@ -364,6 +371,7 @@ class Parameters:
         block = weight.block
         if block.entered:
             raise OffloadError(f"{what} inside a forward of {block.name}, which uses it; do it outside")
+        weight.await_step()
         weight.generation += 1
         if block.present:
             self._residency.drop(block)

@@ -36,10 +36,22 @@ second is said.
 # alive   the weight's section.
 # proof   tests/property/test_weight_edges.py, edge "weights home"
 #
+# [Order: weights again]
+# hazard  WAR: `h2d` writes the bytes that a step has made old while a lane still reads them.
+# edge    an event on each lane that used the block; h2d waits for them.
+# alive   the parameter's storage.
+# proof   tests/property/test_weight_edges.py, edge "weights again"
+#
+# [Order: weights stepped]
+# hazard  RAW: `h2d` reads a master that the step of an optimizer still writes, on `d2h`.
+# edge    the optimizer's bucket keeps the event of its way out; h2d waits for it.
+# alive   the weight's section.
+# proof   tests/property/test_weight_edges.py, edge "weights stepped"
+#
 # [Order: weights gone]
 # hazard  allocator reuse: the lane that the bytes came from gets them back while another lane, or a copy,
 #         still uses them.
-# edge    that lane waits for an event of each other reader, and for the block's copies.
+# edge    that lane waits for an event of each other reader, for the block's copies, and for steps in place.
 # alive   nothing has to: the bytes are free behind these events.
 # proof   tests/property/test_weight_edges.py, edge "weights gone"
 """
@@ -52,14 +64,14 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from offload.device import Device, Event, Lane
+from offload.device import CopyPair, Device, Event, Lane
 from offload.device.rows import expand_rows
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.ids import Owner
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import Once, speaker
-from offload.transfer.admission import Direction, Priority
+from offload.transfer.admission import Direction, Lease, Priority
 from offload.transfer.stalls import Stall
 from offload.weights.policy import Policy
 from offload.weights.weight import BlockWeights, Weight
@@ -94,10 +106,13 @@ class Residency:
 
     # -- in --------------------------------------------------------------------------------------------------
     def load(self, block: BlockWeights, priority: Priority) -> bool:
-        """Bring the block in. False, and nothing has moved, where the policy, admission or the device's
-        memory refuses one that is not REQUIRED. Order: [Order: weights room], [Order: weights home]."""
+        """Bring the block in, but for weights whose step is not issued: they are stale. False, and nothing
+        has moved, where there are such, or the policy, admission or the device's memory refuses, and it is
+        not REQUIRED. Order: [Order: weights room]."""
         device, copier, owner = self.device, self._engine.copier, Owner(self._client, block.name)
         if self.policy is not None and not self.policy.admit(block, priority):
+            return False
+        if priority < Priority.REQUIRED and any(weight.is_under_way for weight in block.weights):
             return False
         lease = copier.ask(block.link_bytes, Direction.H2D, owner, priority)
         if lease is None:
@@ -124,24 +139,69 @@ class Residency:
             raise
         block.home = device.compute
         device.wait(device.h2d, device.record(block.home), "weights room")
-        if block.left is not None:
-            device.wait(device.h2d, block.left, "weights home")
-        pairs = [(weight.on_device, weight.master) for weight in filled]
-        pairs += [(flat, weight.master) for weight, flat in staged]
         block.present, block.staged = True, staged
         self._count(block.link_bytes)
         block.readers.clear()
+        for weight in filled:
+            weight.stale = True
         try:
-            block.arrived = copier.copy(lease, Direction.H2D, owner, pairs, block.link_bytes)
+            self._copy_in(block, filled, lease, [(flat, weight.master) for weight, flat in staged])
         except BaseException:
-            lease.done(None)
-            block.arrived = device.record(device.h2d)
             self.drop(block)
             raise
-        self.in_bytes += block.link_bytes
         if self.policy is not None:
             self.policy.loaded(block)
         return True
+
+    def _copy_in(
+        self, block: BlockWeights, stale: Iterable[Weight], lease: Lease, also: Sequence[CopyPair] = ()
+    ) -> None:
+        """Those of the stale weights whose step is issued. Order: [Order: weights home], [Order: weights
+        stepped]."""
+        device, coming = self.device, [weight for weight in stale if not weight.is_under_way]
+        if block.left is not None:
+            device.wait(device.h2d, block.left, "weights home")
+        for event in (event for weight in coming for event in weight.ends_of_step()):
+            device.wait(device.h2d, event, "weights stepped")
+        pairs = [*((weight.on_device, weight.master) for weight in coming), *also]
+        nbytes = sum(to.numel() for to, _ in pairs)
+        block.readers.clear()
+        owner = Owner(self._client, block.name)
+        try:
+            block.arrived = self._engine.copier.copy(lease, Direction.H2D, owner, pairs, nbytes)
+        except BaseException:
+            lease.done(None)
+            block.arrived = device.record(device.h2d)
+            raise
+        for weight in coming:
+            weight.stale = False
+        self.in_bytes += nbytes
+
+    def refresh(self, block: BlockWeights, weights: Iterable[Weight]) -> None:
+        """Of a block that is present: these of its weights are stale no more. Their steps are issued. Order:
+        [Order: weights again]."""
+        if stale := [weight for weight in weights if weight.stale]:
+            device, nbytes = self.device, sum(weight.nbytes for weight in stale)
+            behind = [device.record(lane) for lane in block.readers.values()]
+            for event in (*behind, *([] if block.arrived is None else [block.arrived])):
+                device.wait(device.h2d, event, "weights again")
+            owner = Owner(self._client, block.name)
+            lease = self._engine.copier.ask(nbytes, Direction.H2D, owner, Priority.REQUIRED)
+            assert lease is not None  # REQUIRED
+            self._copy_in(block, stale, lease)
+
+    def stays(self, block: BlockWeights, order: Iterable[int]) -> bool:
+        """Whether the block is on the device, for this lane alone, and is used again before others need its
+        room."""
+        if not block.present or [*block.readers] != [id(self.device.compute)]:
+            return False
+        before = {block.index}
+        for index in order if not block.keep else ():
+            if index == block.index:
+                others = [self.blocks[other] for other in before]
+                return sum(b.nbytes for b in others if not b.keep) <= self.window_bytes
+            before.add(index)
+        return block.keep
 
     def is_far_ahead(self, coming: BlockWeights) -> bool:
         """Whether the limits of weights that are fetched ahead refuse one more."""
@@ -202,20 +262,22 @@ class Residency:
         if before is not None:
             self.stalls.append(Stall(lane, before, device.record(lane, timed=True)))
 
-    def use(self, block: BlockWeights, order: Iterable[int]) -> bool:
-        """The current lane is about to read the block's weights; whether they were there, or on their way.
-        Order: [Order: weights here]."""
+    def use(self, block: BlockWeights, order: Iterable[int], weights: Sequence[Weight] | None = None) -> bool:
+        """The current lane is about to read these of the block's weights, or all, whose steps are issued.
+        Whether the block was there, or on its way. Order: [Order: weights here]."""
         device, found = self.device, block.present
         if not found:
             self._in_room(block, order, lambda: self.load(block, Priority.REQUIRED))
         if block.staged:
             self._in_room(block, order, lambda: self.expand(block))
+        weights = block.weights if weights is None else weights
+        self.refresh(block, weights)
         lane = device.compute
         if id(lane) not in block.readers:
             block.readers[id(lane)] = lane
             assert block.arrived is not None
             self._wait(lane, block.arrived, "weights here")
-        for weight in block.weights:
+        for weight in weights:
             device.note_read(lane, weight.on_device)
         return found
 
@@ -247,6 +309,7 @@ class Residency:
         block.left = self._engine.copier.of(Owner(self._client, block.name)).send(pairs)
         for weight in written:
             weight.dirty = False
+            weight.writes += 1
             self.out_bytes += weight.nbytes
 
     def drop(self, block: BlockWeights) -> None:
@@ -258,13 +321,15 @@ class Residency:
         for lane in block.readers.values():
             if lane is not home:
                 device.wait(home, device.record(lane), "weights gone")
-        for event in (block.arrived, block.left):
+        steps = [event for w in block.weights if w.stepped_here for event in w.ends_of_step()]
+        for event in (block.arrived, block.left, *steps):
             if event is not None:
                 device.wait(home, event, "weights gone")
         self._count(-block.held_bytes)
         for weight in tuple(block.weights):
             if weight.storage.nbytes():
                 device.free(weight.storage)
+            weight.stepped_here = False
         block.present, block.staged = False, []
         block.readers.clear()
         if self.policy is not None:
@@ -275,8 +340,9 @@ class Residency:
         for block in blocks:
             self.write_back(block)
         for block in blocks:
-            if block.left is not None:
-                self.device.synchronize(block.left)
+            for event in (block.left, *(e for w in block.weights for e in w.ends_of_step())):
+                if event is not None:
+                    self.device.synchronize(event)
 
     # -- room ------------------------------------------------------------------------------------------------
     def make_room(self, coming: BlockWeights, stay: Collection[int], order: Iterable[int]) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import fnmatch
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from offload.client import Client, Phase
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError
+from offload.params.home import Claim
 from offload.params.sections import check_budget
 from offload.sizes import bytes_text
 from offload.telemetry.records import ClientStats
@@ -146,7 +147,8 @@ class WeightStream(Client):
     def enter(self, block: BlockWeights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Close:
         """As Holder. Blocks the host: never."""
         with self._lock:
-            self._used(block, Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE)
+            during = Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE
+            self._used(block, during, block.weights)
             block.entered += 1
             for weight in block.weights:
                 make_plain(weight.parameter)
@@ -206,8 +208,9 @@ class WeightStream(Client):
         for weight in found:
             self.wrote(weight)
 
-    def _used(self, block: BlockWeights, during: Pass) -> None:
-        """The current lane is about to use the block; in a backward, whatever `during` says."""
+    def _used(self, block: BlockWeights, during: Pass, weights: Sequence[Weight]) -> None:
+        """The current lane is about to use these weights of the block; in a backward, whatever `during` says.
+        Blocks the host for a step of them that is not issued."""
         if self._device.is_capturing():
             raise CaptureError(
                 f"a CUDA graph is captured over {block.name}, whose weights are on the host and come "
@@ -216,6 +219,8 @@ class WeightStream(Client):
             )
         if torch._C._current_graph_task_id() != -1:
             during = Pass.BACKWARD
+        for weight in weights:
+            weight.await_step()
         if (sees := self._engine.on_phase) is not None and during in _PHASES:
             sees(_PHASES[during])
         use = Use(block.index, during)
@@ -223,7 +228,7 @@ class WeightStream(Client):
         with _outside_transforms():
             self._parameters.take_host_writes(block)
             before = self._measured.before_use() if is_new else None
-            found = self.residency.use(block, self.order.coming())
+            found = self.residency.use(block, self.order.coming(), weights)
             if not is_new:
                 return
             self._hits += found
@@ -260,7 +265,7 @@ class WeightStream(Client):
         """Before a save of the weight is read."""
         with self._lock:
             if not self.removed:
-                self._used(weight.block, Pass.BACKWARD)
+                self._used(weight.block, Pass.BACKWARD, (weight,))
 
     def _say_casts(self, block: BlockWeights) -> None:
         kind = self._device.torch_device.type
@@ -282,13 +287,15 @@ class WeightStream(Client):
     @contextmanager
     def hold(self, weights: Collection[Weight]) -> Iterator[None]:
         """As Holder."""
-        blocks = list({id(weight.block): weight.block for weight in weights}.values())
+        blocks: dict[BlockWeights, list[Weight]] = {}
+        for weight in weights:
+            blocks.setdefault(weight.block, []).append(weight)
         held: list[BlockWeights] = []
         close: Close = None
         try:
             with self._lock:
-                for block in blocks:
-                    self._used(block, Pass.OUTSIDE)
+                for block, used in blocks.items():
+                    self._used(block, Pass.OUTSIDE, used)
                     block.entered += 1
                     held.append(block)
             close = self._open_pair(blocks)
@@ -331,6 +338,17 @@ class WeightStream(Client):
         """As Holder. Blocks the host for a copy that is still to come."""
         if weight.is_read_on_host:
             self.host_copy(weight)
+
+    def claim(self, weight: Weight) -> Claim:
+        """As Holder. The master has the newest bytes, or will behind the events."""
+        with self._lock:
+            block = weight.block
+            self._parameters.take_host_writes(block)
+            self.residency.write_back(block)
+            weight.stale |= not self.residency.stays(block, self.order.coming())
+            weight.stepped_here = not weight.stale or (weight.stepped_here and weight.is_under_way)
+            events = tuple(event for event in (block.left, block.arrived) if event is not None)
+            return Claim(None if weight.stale else weight.on_device, weight.writes, events)
 
     def adopt(self, weight: Weight) -> None:
         """As Holder."""

@@ -28,12 +28,11 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import _foreach_supported_types
 
 from offload.errors import OffloadError
+from offload.params.home import HOME
 from offload.params.watched import READ_NO_BYTES, Watched, accessors, methods, untouched, watched_in
 from offload.weights.weight import GradientHolder, Holder, Weight, written
 
 __all__ = ["StreamedGradient", "StreamedWeight", "make_plain", "orphan", "owner_of", "watch"]
-
-_OWNER = "_offload_weight"  # attribute of what is watched: a weak reference to its Weight
 
 _SET_DATA = accessors("data", "__set__")
 _MAKE_ALIAS = accessors("data", "__get__") | methods("detach")
@@ -178,8 +177,8 @@ _foreach_supported_types += [StreamedWeight, StreamedGradient]
 def watch(tensor: Tensor, weight: Weight) -> None:
     """From now on whoever touches the tensor is seen. tensor: the parameter, or a plain alias of it."""
     said = vars(tensor)
-    if _OWNER not in said:
-        said[_OWNER] = weakref.ref(weight)
+    if HOME not in said:
+        said[HOME] = weakref.ref(weight)
     if type(tensor) is nn.Parameter:
         said["_is_param"] = True
     tensor.__class__ = StreamedGradient if weight.is_gradient else StreamedWeight
@@ -192,12 +191,12 @@ def make_plain(tensor: Tensor, *, for_good: bool = False) -> None:
         plain: Any = nn.Parameter if said.pop("_is_param", False) else Tensor
         tensor.__class__ = plain
     if for_good:
-        said.pop(_OWNER, None)
+        said.pop(HOME, None)
 
 
 def orphan(tensor: Tensor) -> None:
     """Its bytes are gone: who touches it gets an error."""
-    vars(tensor)[_OWNER] = _nobody
+    vars(tensor)[HOME] = _nobody
 
 
 def _nobody() -> None:
@@ -210,7 +209,7 @@ def is_parameter(tensor: Tensor) -> bool:
 
 def owner_of(tensor: Tensor) -> Weight:
     """Raises OffloadError where the weight is streamed no more: its module has another one by now."""
-    weight: Weight | None = vars(tensor)[_OWNER]()
+    weight: Weight | None = vars(tensor)[HOME]()
     if weight is None or weight.holder() is None:
         raise OffloadError(
             f"a weight of shape {tuple(tensor.shape)} was streamed, and its module has another parameter in "

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from offload.device import Device, Event, Lane
 from offload.device.rows import expand_rows
 from offload.errors import OffloadError
 from offload.memory.arena import HostArena
+from offload.params.home import Claim, Stepper
 from offload.params.layout import lay_out
 from offload.params.sections import FlatSpec, HostSection
 from offload.params.watched import Watched, watched_in
@@ -133,6 +134,9 @@ class BlockHolder(Holder, Protocol):
     def adopt(self, weight: Weight) -> None:
         """The parameter that load_state_dict(assign=True) has put in its place streams from here on."""
 
+    def claim(self, weight: Weight) -> Claim:
+        """A step of an optimizer that keeps state on the host may use its bytes."""
+
 
 def _nobody() -> None:
     """A weak reference to nothing, before there is one."""
@@ -151,6 +155,9 @@ class Weight:
     | module, attribute | where the module had it when it was found | the constructor |
     | master | pinned host bytes | `rest` |
     | dirty | the device's bytes are newer | whoever sees a write |
+    | stale | the device's bytes, if any, are older: a step writes the master | `claim`, `Residency` |
+    | stepped_here | the last step, or the one under way, uses the device's bytes | `claim`, `Residency` |
+    | writes | how often the bytes were changed by others than the optimizer that steps it | whoever does |
     | version | of the parameter when it was last looked at | `WeightStream` |
     | generation | how often it was given other memory | `Parameters` |
     | origin | where apply found it; the CPU for one on meta | the constructor |
@@ -170,7 +177,8 @@ class Weight:
         self.nbytes = parameter.numel() * parameter.element_size()
         self.int8 = False
         self.source: Callable[[Weight], None] | None = None
-        self.dirty = False
+        self.dirty = self.stale = self.stepped_here = False
+        self.writes = 0
         self.version = parameter._version
         self.generation = 0
         self.block: BlockWeights
@@ -184,6 +192,9 @@ class Weight:
         self._array: Callable[[], object] = _nobody  # whose memory the host's copy is
         self._host_version = 0
         self._unexpanded: list[weakref.ref[ExpandedLater]] = []
+        self._host_is_old = False  # a step has begun since it was given out
+        self._stepped_by: tuple[Callable[[], Stepper | None], int] = _nobody, 0
+        self._others_step: tuple[Event, ...] = ()  # of the optimizer that stepped it before that one
 
     def make_master(self, arena: HostArena) -> Tensor:
         """Host bytes for the parameter as it is now. Blocks the host for the pinning. Raises
@@ -260,6 +271,54 @@ class Weight:
             weakref.finalize(array, section.close_later, after).atexit = False
         return array is not None
 
+    # -- steps by an optimizer that keeps state on the host --------------------------------------------------
+    @property
+    def device(self) -> Device:
+        return self.block.device
+
+    def is_of(self, parameter: Tensor) -> bool:
+        """As Home."""
+        return self.parameter is parameter and self._section is not None and self.holder() is not None
+
+    def keeper(self) -> nn.Module | None:
+        """As Home."""
+        return self.module()
+
+    def newest(self) -> Tensor:
+        """As Home."""
+        holder = self.holder()
+        assert holder is not None  # `is_of` has looked
+        return holder.host_copy(self)
+
+    def begin_step(self, stepper: Stepper, index: int) -> Claim:
+        """As Home."""
+        holder, (before, at) = self.holder(), self._stepped_by
+        assert holder is not None  # `is_of` has looked
+        if before() is not stepper or at != index:
+            self.await_step()
+            self.writes += 1
+            self._others_step = tuple(self.ends_of_step())
+        claim = cast(BlockHolder, holder).claim(self)
+        self._stepped_by = weakref.ref(stepper), index
+        self._host_is_old = self.is_read_on_host
+        return claim._replace(after=claim.after + self._others_step)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step has claimed it, and is not issued."""
+        stepper, index = self._stepped_by[0](), self._stepped_by[1]
+        return stepper is not None and stepper.is_under_way(index)
+
+    def await_step(self) -> None:
+        """As Stepper.await_weights."""
+        if (stepper := self._stepped_by[0]()) is not None:
+            stepper.await_weights((self._stepped_by[1],))
+
+    def ends_of_step(self) -> list[Event]:
+        """As Stepper.ends_of."""
+        stepper = self._stepped_by[0]()
+        return [] if stepper is None else stepper.ends_of(self._stepped_by[1])
+
     # -- who else has it -------------------------------------------------------------------------------------
     def watch_alias(self, alias: Tensor) -> None:
         self._aliases = [known for known in self._aliases if known() is not None]
@@ -303,6 +362,7 @@ class Weight:
                 exact = torch.from_numpy(array).view(self.parameter.dtype)
                 self._on_host = exact.as_strided(self.parameter.shape, self.parameter.stride())
                 self._host_version = self._on_host._version
+            self._host_is_old = False
             return self._on_host.detach()
 
     def take_host_writes(self) -> bool:
@@ -311,10 +371,11 @@ class Weight:
         if self._on_host is None or self._on_host._version == self._host_version:
             return False
         self._host_version = self._on_host._version
-        if self.dirty:
+        if self.dirty or self._host_is_old:
             raise OffloadError(
-                f"a state dict's {self.name} was written after the weight had been written on the device, so "
-                "it was an old one: that write is lost; call state_dict() again before writing to it"
+                f"a state dict's {self.name} was written after the weight had been written on the device, "
+                "or stepped, so it was an old one: that write is lost, or mixed with the step; load the "
+                "weight, and call state_dict() again before writing to it"
             )
         return True
 
@@ -399,6 +460,9 @@ class BlockWeights:
 
     @property
     def may_leave(self) -> bool:
-        """Whether nobody uses it, and nobody has an alias that would be read without a load."""
+        """Whether nobody uses it, no step either, and nobody has an alias that would be read without a
+        load."""
         unused = self.present and not (self.entered or self.pinned)
-        return unused and not any(weight.is_held_elsewhere for weight in self.weights)
+        return unused and not any(
+            w.is_held_elsewhere or (w.stepped_here and w.is_under_way) for w in self.weights
+        )

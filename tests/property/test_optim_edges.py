@@ -14,15 +14,18 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW
 
-from offload import OffloadEngine
+import offload
+from offload import OffloadEngine, process
 from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import HazardError, OffloadError
+from offload.groups.manager import GroupsManager
 from offload.optim import FSDPGPUOptimizerWrapper, HybridDeviceOptimizer
+from tests.inside import streams_from
 from tests.property.test_edges import edge_titles
-from tests.unit.optim.rig import assert_same_bits, backward, net, weights
+from tests.unit.optim.rig import WIDTH, assert_same_bits, backward, net, weights
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "offload" / "optim").rglob("*.py"))
@@ -93,6 +96,32 @@ def wrapped(device: SimDevice) -> None:
     optimizer.close()
 
 
+def streamed(device: SimDevice) -> None:
+    """Weights that stream, one of which is written on the device before each step."""
+    models = [nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    process.put_manager(GroupsManager(engine := OffloadEngine(device=device)))
+    try:
+        with streams_from(64):
+            handle = offload.apply(models[0], weights="host")
+        ours = HybridDeviceOptimizer(models[0].parameters(), 1.0, lr=1e-2, engine=engine)
+        optimizers = [ours, AdamW(models[1].parameters(), lr=1e-2, fused=True)]
+        for step in range(STEPS):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                backward(model, step)
+                with torch.no_grad():
+                    model[2].weight.mul_(0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        handle.remove()
+        ours.close()
+    except OffloadError as error:
+        raise error.__cause__ if isinstance(error.__cause__, HazardError) else error from error
+    finally:
+        process.put_manager(None)
+    assert_same_bits(*([p.detach() for p in model.parameters()] for model in models))
+
+
 @dataclass(frozen=True)
 class Edge:
     """One note. hazard: its kind, as the error says it without the edge; sides: the two lanes it names."""
@@ -108,6 +137,7 @@ EDGES = {
     "weights back": Edge(plain(1.0), "RAW", ("compute", "h2d")),
     "state in": Edge(plain(0.0), "RAW", ("h2d", "d2h")),  # one bucket: with three and more the ring orders it
     "ring": Edge(wrapped, "WAW", ("h2d", "optimizer")),
+    "master in": Edge(streamed, "RAW", ("h2d", "d2h")),
     "state here": Edge(plain(0.0), "WAW", ("optimizer", "h2d")),
     "gradients made": Edge(plain(0.0), "RAW", ("optimizer", "compute")),
     "whole out": Edge(plain(1.0, attached=False, atomic_step=True), "RAW", ("d2h", "compute")),

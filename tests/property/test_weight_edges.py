@@ -25,7 +25,9 @@ from offload.device.sim import ExecutorName, SimDevice
 from offload.engine import OffloadEngine
 from offload.errors import HazardError
 from offload.groups.manager import GroupsManager
+from offload.optim import HybridDeviceOptimizer
 from offload.transfer.admission import Priority
+from offload.weights.stream import WeightStream
 from tests.inside import streaming_of, streams_from
 from tests.property.test_edges import edge_titles
 
@@ -174,6 +176,66 @@ def int8_on_two_lanes(device: SimDevice) -> None:
         handle.remove()
 
 
+Prepare = Callable[[WeightStream], None]
+
+
+def stepped(
+    device: SimDevice, *, before: Prepare | None = None, after: Prepare | None = None, weights: str = "host"
+) -> None:
+    """An optimizer with its state on the host steps weights where they wait. before, after: of each step."""
+    models = [net(), net()]
+    with managed(device):
+        handle = offload.apply(models[0], weights=weights)
+        ours = HybridDeviceOptimizer(
+            models[0].parameters(),
+            1.0,
+            lr=0.1,
+            overlap="forward",
+            model=models[0],
+            engine=process.default_manager().engine,
+        )
+        optimizers = [ours, torch.optim.AdamW(models[1].parameters(), lr=0.1, fused=True)]
+        for step in range(STEPS):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                loss_of(model, step).backward()
+                if before and model is models[0]:
+                    before(streaming_of(handle))
+                optimizer.step()
+                if after and model is models[0]:
+                    after(streaming_of(handle))
+                optimizer.zero_grad()
+        handle.remove()
+        ours.close()
+    for mine, its in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(mine, its)
+
+
+def stepped_and_gone(device: SimDevice) -> None:
+    """Weights that stay are stepped where they are, and go before anybody has waited for that."""
+
+    def drop(stream: WeightStream) -> None:
+        for block in stream.blocks:
+            if block.present:
+                stream.residency.drop(block)
+
+    stepped(device, after=drop, weights="20.5kB")
+
+
+def stepped_and_read(device: SimDevice) -> None:
+    """All stay, and a lane that the step does not wait for reads them before it."""
+    side = device.new_compute_lane("side")
+
+    def read(stream: WeightStream) -> None:
+        with device.use_lane(side):
+            for block in stream.blocks:
+                stream.residency.use(block, ())
+
+    try:
+        stepped(device, before=read, weights="20.5kB")
+    finally:  # a hazard leaves the model to the collector
+        device.wait(device.compute, device.record(side), "test")
+
+
 @dataclass(frozen=True)
 class Edge:
     """One note. hazard: its kind, as the error says it without the edge; sides: the two lanes it names."""
@@ -191,6 +253,8 @@ EDGES = {
     "weights out": Edge(trained, "RAW", ("d2h", "compute")),
     "weights home": Edge(fetched_by_another_lane, "RAW", ("h2d", "d2h")),
     "weights gone": Edge(trained, "allocator reuse", ("compute", "d2h")),
+    "weights stepped": Edge(stepped, "RAW", ("h2d", "d2h")),
+    "weights again": Edge(stepped_and_read, "WAR", ("h2d", "side")),
 }
 TITLES = tuple(EDGES)
 INT8 = {
@@ -200,7 +264,10 @@ INT8 = {
 """What the same edges do for INT8: its bytes on the device are not reused before the expansion has read them,
 and what one lane has expanded is whole before another reads it."""
 
-CASES = [*EDGES.items(), *INT8.items()]
+STEPPED = {"weights gone": Edge(stepped_and_gone, "allocator reuse", ("compute", "d2h"))}
+"""And for a step: what it has stepped where it is does not go before that has gone to the master."""
+
+CASES = [*EDGES.items(), *INT8.items(), *STEPPED.items()]
 
 
 @pytest.mark.parametrize("executor", get_args(ExecutorName))
@@ -215,7 +282,20 @@ def test_with_all_its_edges_a_loop_has_no_hazard_and_the_bits_of_torchs(
         run(device)
         used = {title for title in TITLES if device.waits[title]}
         other = "weights here" if run is int8_trained else "weights int8"  # expands on the lane that uses
-        assert used == {*TITLES} - ({other} if run is not int8_on_two_lanes else set())
+        of_steps = {"weights stepped", "weights again"}
+        assert used == {*TITLES} - of_steps - ({other} if run is not int8_on_two_lanes else set())
+
+
+@pytest.mark.parametrize("executor", get_args(ExecutorName))
+@pytest.mark.parametrize("run", [stepped, stepped_and_gone, stepped_and_read])
+def test_with_all_its_edges_a_step_of_them_has_no_hazard_and_the_bits_of_torchs(
+    run: Callable[[SimDevice], None], executor: ExecutorName
+) -> None:
+    for seed in range(5 if executor == "random" else 1):
+        device = SimDevice(executor=executor, seed=seed)
+        run(device)
+        assert device.waits["weights stepped"] > 0 or run is not stepped
+        assert device.waits["weights again"] > 0 or run is not stepped_and_read
 
 
 @pytest.mark.parametrize(("title", "edge"), CASES)

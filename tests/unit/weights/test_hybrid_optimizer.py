@@ -1,0 +1,383 @@
+"""HybridDeviceOptimizer steps streamed weights where they wait: in their one copy on the host, and on the
+device where their bytes stay there."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import offload
+from offload.device.sim import ExecutorName
+from offload.errors import OffloadError
+from offload.optim import HybridDeviceOptimizer
+from tests.optim_pair import EXECUTORS, OVERLAPS, Overlap
+from tests.unit.weights.streamed import (
+    BLOCK_BYTES,
+    BLOCKS,
+    ROWS,
+    WIDTH,
+    Block,
+    Model,
+    Pair,
+    squares,
+    streamed,
+)
+
+SHARES = (0.0, 0.5, 1.0)  # of the elements, what the CPU steps
+ELEMENTS = BLOCKS * BLOCK_BYTES // 4
+
+
+@pytest.fixture(params=OVERLAPS)
+def overlap(request: Any) -> Overlap:
+    found: Overlap = request.param
+    return found
+
+
+def close(optimizers: tuple[Optimizer, Optimizer]) -> None:
+    for optimizer in optimizers:
+        if isinstance(optimizer, HybridDeviceOptimizer):
+            optimizer.close()
+
+
+def step(optimizers: tuple[Optimizer, Optimizer], pair: Pair, x: Tensor | None = None, **how: Any) -> None:
+    x = torch.randn(ROWS, WIDTH) if x is None else x
+    losses = [pair.model(x, **how).square().sum(), pair.plain(x, **how).square().sum()]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# -- the same bits, and no byte more -------------------------------------------------------------------------
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("weights", ["host", "12.3kB", "30kB"])
+def test_a_loop_has_the_bits_of_plain_torch_and_fetches_no_block_more(
+    overlap: Overlap, share: float, weights: str, executor: ExecutorName
+) -> None:
+    stay = {"host": 2, "12.3kB": 3, "30kB": BLOCKS}[weights]
+    with streamed(executor=executor, weights=weights) as pair:
+        optimizers = pair.with_state_on_host(overlap, cpu_share=share)
+        pair.train(5, optimizers=optimizers)
+        figures = pair.handle.weights
+        assert figures is not None
+        if overlap == "step":  # else a block whose step is not issued yet is fetched late, in another's place
+            # as where all is frozen: the blocks that a pass used last are there for the next one
+            assert figures.in_bytes == 2 * (BLOCKS - stay) * BLOCK_BYTES
+        assert figures.out_bytes == 0  # the step itself writes the masters
+        assert pair.stream.residency.present_bytes_peak == stay * BLOCK_BYTES
+        close(optimizers)
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_masters_of_half_precision_weights(overlap: Overlap, share: float, reentrant: bool | None) -> None:
+    model = Model(reentrant=reentrant).to(torch.bfloat16)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return squares(model, x.to(torch.bfloat16).requires_grad_())
+
+    with streamed(model) as pair:
+        optimizers = pair.with_state_on_host(overlap, masters=True, cpu_share=share)
+        pair.train(5, loss, optimizers)
+        close(optimizers)
+
+
+@pytest.mark.parametrize(("dtype", "per_element"), [(torch.float32, (8, 12)), (torch.bfloat16, (12, 16))])
+def test_the_weights_have_no_second_copy_on_the_host(
+    dtype: torch.dtype, per_element: tuple[int, int]
+) -> None:
+    """Moments and masters, and a gradient of each where the CPU steps."""
+    with streamed(Model().to(dtype)) as pair:
+        weights = [w.parameter for block in pair.stream.blocks for w in block.weights]
+        for share, nbytes in zip((0.0, 1.0), per_element, strict=True):
+            ours = HybridDeviceOptimizer(
+                weights,
+                1.0,
+                cpu_share=share,
+                param_update_in_fp32=True,
+                engine=pair.stream._engine,
+            )
+            assert ours.host_bytes == ELEMENTS * nbytes
+            ours.close()
+
+
+def test_a_settled_step_takes_no_memory(overlap: Overlap) -> None:
+    with streamed() as pair:
+        optimizers, arena = pair.with_state_on_host(overlap), pair.stream._engine.arena
+        pair.train(3, optimizers=optimizers)
+        before = arena.stats().lent_bytes, arena.held_bytes
+        pair.train(3, optimizers=optimizers)
+        assert (arena.stats().lent_bytes, arena.held_bytes) == before
+        close(optimizers)
+
+
+def test_accumulation_clipping_and_a_scaler() -> None:
+    for overlap in OVERLAPS[:2]:
+        with streamed() as pair:
+            optimizers = pair.with_state_on_host(overlap)
+            scalers = [torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2) for _ in range(2)]
+            for number in range(5):
+                for model, optimizer, scaler in zip(
+                    (pair.model, pair.plain), optimizers, scalers, strict=True
+                ):
+                    for batch in range(2):
+                        x = torch.randn(
+                            ROWS, WIDTH, generator=torch.Generator().manual_seed(2 * number + batch)
+                        )
+                        scaler.scale(squares(model, x) * (math.inf if number == 3 else 1)).backward()
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+            pair.check_weights()
+            close(optimizers)
+
+
+def test_microbatches_of_a_step_in_the_backward() -> None:
+    with streamed() as pair:
+        optimizers = pair.with_state_on_host("backward")
+        for _ in range(4):
+            with optimizers[0].no_sync():
+                for model in (pair.model, pair.plain):
+                    squares(model, torch.ones(ROWS, WIDTH)).backward()
+            step(optimizers, pair)
+        pair.check_weights()
+        close(optimizers)
+
+
+# -- who else has the weights --------------------------------------------------------------------------------
+def test_writes_between_steps_count_wherever_they_are_made(overlap: Overlap) -> None:
+    for share in SHARES:
+        with streamed() as pair:
+            optimizers = pair.with_state_on_host(overlap, cpu_share=share)
+            for number in range(4):
+                step(optimizers, pair)
+                for model in (pair.model, pair.plain):
+                    with torch.no_grad():
+                        model.layers[number].up.weight.mul_(0.5)
+                    model.state_dict()[f"layers.{number + 1}.down.weight"][2].add_(0.25)
+                    model.layers[2].up.weight.data = torch.full((2 * WIDTH, WIDTH), 0.1)
+            pair.check_weights()
+            close(optimizers)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_masters_follow_writes_too(share: float) -> None:
+    with streamed(Model().to(torch.bfloat16)) as pair:
+        optimizers = pair.with_state_on_host("forward", masters=True, cpu_share=share)
+        for number in range(5):
+            step(optimizers, pair, torch.randn(ROWS, WIDTH).to(torch.bfloat16))
+            for model in (pair.model, pair.plain):
+                with torch.no_grad():
+                    model.layers[number].up.weight.mul_(0.75)
+                model.state_dict()["layers.1.down.weight"][2].add_(0.25)
+        pair.check_weights()
+        close(optimizers)
+
+
+def test_a_state_dict_from_before_a_step_is_an_old_one() -> None:
+    with streamed() as pair:
+        optimizers = pair.with_state_on_host("step")
+        old = pair.model.state_dict()["layers.2.up.weight"]
+        step(optimizers, pair)
+        old.mul_(2)
+        with pytest.raises(OffloadError, match="or stepped, so it was an old one"):
+            pair.model(torch.ones(ROWS, WIDTH))
+        pair.model.load_state_dict(pair.plain.state_dict())
+        del old
+        close(optimizers)
+
+
+def test_reads_and_copies_at_any_moment_have_the_stepped_weights() -> None:
+    x = torch.ones(ROWS, WIDTH)
+    with streamed() as pair:
+        optimizers = pair.with_state_on_host("forward")
+        for number in range(5):
+            step(optimizers, pair)
+            weights = [model.layers[2].down.weight for model in (pair.model, pair.plain)]
+            if number == 0:
+                assert torch.equal(*(weight.data.clone() for weight in weights))
+            elif number == 1:
+                assert torch.equal(copy.deepcopy(pair.model)(x), pair.plain(x))
+            elif number == 2:
+                assert torch.equal(*nn.utils.parameters_to_vector(weights).chunk(2))
+            elif number == 3:
+                with torch.inference_mode():
+                    assert torch.equal(pair.model(x), pair.plain(x))
+        pair.check_weights()
+        close(optimizers)
+
+
+def test_state_is_by_parameter_and_goes_on_in_a_new_optimizer(overlap: Overlap) -> None:
+    for share in SHARES:
+        with streamed() as pair:
+            ours, its = pair.with_state_on_host(overlap, cpu_share=share)
+            pair.train(2, optimizers=(ours, its))
+            assert set(ours.state) == set(pair.model.parameters())
+            saved, model = copy.deepcopy(ours.state_dict()), copy.deepcopy(pair.model.state_dict())
+            ours.close()
+            pair.model.load_state_dict({name: value * 0 for name, value in model.items()})
+            pair.model.load_state_dict(model)
+            ours, _ = pair.with_state_on_host(overlap, cpu_share=share)
+            ours.load_state_dict(saved)
+            pair.train(2, optimizers=(ours, its))
+            close((ours, its))
+
+
+def test_weights_that_are_given_back_end_the_optimizers_steps_and_keep_its_state(overlap: Overlap) -> None:
+    with streamed() as pair:
+        ours, its = pair.with_state_on_host(overlap)
+        step((ours, its), pair)
+        pair.handle.remove()
+        pair.check_weights()
+        squares(pair.model, torch.ones(ROWS, WIDTH)).backward() if overlap != "backward" else None
+        with pytest.raises(OffloadError, match="is not any more"):
+            ours.step()
+        saved = ours.state_dict()
+        ours.close()
+        assert len(saved["state"]) == len(list(pair.model.parameters()))
+
+
+def test_an_optimizer_that_is_closed_or_dropped_leaves_the_stepped_weights(overlap: Overlap) -> None:
+    for dropped in (False, True):
+        with streamed() as pair:
+            ours, its = pair.with_state_on_host(overlap)
+            step((ours, its), pair)
+            if not dropped:
+                ours.close()
+            del ours
+            gc.collect()
+            pair.check_weights()
+            pair.train(2, optimizers=pair.optimizers(fused=True))
+
+
+# -- what trains may change ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("share", SHARES)
+def test_blocks_that_are_frozen_skipped_or_never_used(overlap: Overlap, share: float) -> None:
+    with streamed() as pair:
+        optimizers = pair.with_state_on_host(overlap, cpu_share=share)
+        for number in range(8):
+            trains = number % 4 < 2
+            for model in (pair.model, pair.plain):
+                model.layers[1].requires_grad_(trains)
+                model.layers[4].up.requires_grad_(not trains)
+            step(optimizers, pair, skip=(5, number % 3))
+        pair.check_weights()
+        close(optimizers)
+
+
+def test_two_optimizers_have_a_share_each_or_step_one_weight_in_turn(overlap: Overlap) -> None:
+    with streamed() as pair:
+        layers = [[*model.layers.parameters()] for model in (pair.model, pair.plain)]
+        engine, made = pair.stream._engine, []
+        second = slice(12, None) if overlap == "backward" else slice(8, None)  # which refuses a weight of two
+        for part in (slice(0, 12), second):
+            ours = HybridDeviceOptimizer(
+                layers[0][part], 1.0, lr=1e-2, overlap=overlap, model=pair.model, engine=engine
+            )
+            made.append((ours, AdamW(layers[1][part], lr=1e-2, fused=True)))
+        for _ in range(4):
+            for model in (pair.model, pair.plain):
+                squares(model, torch.ones(ROWS, WIDTH)).backward()
+            for optimizers in made:
+                for optimizer in optimizers:
+                    optimizer.step()
+            pair.model.zero_grad(), pair.plain.zero_grad()
+        pair.check_weights()
+        for optimizers in made:
+            close(optimizers)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+def test_what_an_optimizer_keeps_on_the_device_steps_block_by_block(fraction: float) -> None:
+    with streamed() as pair:
+        ours = HybridDeviceOptimizer(
+            pair.model.parameters(), fraction, lr=1e-2, fused=True, engine=pair.stream._engine
+        )
+        pair.train(4, optimizers=(ours, AdamW(pair.plain.parameters(), lr=1e-2, fused=True)))
+        assert pair.stream.residency.present_bytes_peak == 2 * BLOCK_BYTES
+        ours.close()
+
+
+@pytest.mark.parametrize("share", [1.0])
+def test_other_classes_of_torch_step_whole_weights_on_the_host(overlap: Overlap, share: float) -> None:
+    with streamed() as pair:
+        ours = HybridDeviceOptimizer(
+            pair.model.parameters(),
+            1.0,
+            SGD,
+            lr=1e-2,
+            momentum=0.9,
+            overlap=overlap,
+            model=pair.model,
+            engine=pair.stream._engine,
+        )
+        pair.train(4, optimizers=(ours, SGD(pair.plain.parameters(), lr=1e-2, momentum=0.9, fused=True)))
+        ours.close()
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+def test_a_weight_that_is_touched_before_step_breaks_the_promise() -> None:
+    with streamed() as pair:
+        ours, _ = pair.with_state_on_host("backward")
+        for _ in range(2):
+            ours.step()
+            ours.zero_grad()
+            squares(pair.model, torch.ones(ROWS, WIDTH)).backward()
+        with pytest.raises(OffloadError, match="were read or written before step"):
+            pair.model.layers[2].up.weight.sum()
+        pair.plain.load_state_dict(pair.model.state_dict())
+        ours.close()
+
+
+@pytest.mark.parametrize("change", ["to", "assign"])
+def test_weights_that_are_converted_or_replaced_are_said(change: str, overlap: Overlap) -> None:
+    with streamed() as pair:
+        optimizers = pair.with_state_on_host(overlap)
+        step(optimizers, pair)
+        state = pair.plain.state_dict()
+        if change == "to":
+            pair.model.bfloat16()
+            match = "build the optimizer after moving or converting"
+        else:
+            pair.model.load_state_dict(copy.deepcopy(state), assign=True)
+            match = "or another parameter in its place"
+        with pytest.raises(OffloadError, match=match):
+            optimizers[0].step()
+        close(optimizers)
+        pair.model.float().load_state_dict(state)
+
+
+def test_what_cannot_step_them_says_so() -> None:
+    class Own(AdamW):
+        pass
+
+    with streamed() as pair:
+        params, engine = [*pair.model.parameters()], pair.stream._engine
+        for how in ({"cpu_optimizer_cls": Own}, {"atomic_step": True, "cpu_share": 1.0}):
+            with pytest.raises(ValueError, match="steps copies of whole parameters"):
+                HybridDeviceOptimizer(params, 1.0, lr=1e-2, engine=engine, **how)
+        with pytest.raises(ValueError, match="by another engine"):
+            HybridDeviceOptimizer(params, 1.0, engine=offload.OffloadEngine(device="sim"))
+
+
+def test_int8_weights_are_left_out() -> None:
+    with streamed(nn.ModuleDict({"layers": nn.ModuleList(Block() for _ in range(3))}), frozen=True) as pair:
+        engine = pair.stream._engine
+        pair.handle.remove()
+        handle = offload.apply(pair.model, weights="host", quantize="int8")
+        with pytest.raises(ValueError, match="waits on the host in INT8"):
+            HybridDeviceOptimizer(pair.model.parameters(), 1.0, engine=engine)
+        handle.remove()
+        pair.model.load_state_dict(pair.plain.state_dict())
