@@ -345,7 +345,8 @@ class TensorOffloader:
         """Let go of what has passed, and of buffers that nobody holds."""
         limit = self.engine.limits.max_spilling_bytes or DEFAULT_IN_FLIGHT_BYTES
         while sum(copy.buffer.nbytes for copy in self._leaving) > limit:
-            self._device.synchronize(self._leaving.popleft().event)
+            self._device.synchronize(self._leaving[0].event)
+            await_all(self._leaving.popleft().tensor)  # which ends its reference to the copy, too
         for copies in (self._leaving, self._coming):
             while copies and self._device.poll(copies[0].event):
                 await_all(copies.popleft().tensor)

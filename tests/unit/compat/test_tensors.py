@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -290,6 +291,10 @@ def test_a_dropped_handle_and_a_dropped_offloader_give_their_memory_back() -> No
 def test_more_than_the_limit_in_flight_blocks_for_the_oldest() -> None:
     with offloading() as offloader:
         impose(offloader.engine, max_spilling_bytes=100)
-        handles = [offloader.offload(torch.full((10,), float(i))) for i in range(5)]
+        tensors = [torch.full((10,), float(i)) for i in range(5)]
+        handles = [offloader.offload(tensor) for tensor in tensors]
+        alive = [weakref.ref(tensor) for tensor in tensors]
+        del tensors
+        assert [reference() is not None for reference in alive[:2]] == [False, False]
         for number, handle in enumerate(handles):
             assert torch.equal(offloader.reload(handle), torch.full((10,), float(number)))
