@@ -40,13 +40,14 @@ class Arbiter(Protocol):
 class ConductorAdapter:
     """Of one runtime. `register` of the conductor attaches it, `unregister` and `shutdown` detach it.
 
-    name: in telemetry, and of its requests. window: blocks that it fetches ahead where nothing caps them;
-    None where it has no such number.
+    runtime: whose attributes it writes. name: in telemetry, and of its requests. window: blocks that it
+    fetches ahead where nothing caps them; None where it has no such number.
     """
 
     name = "runtime"
 
-    def __init__(self) -> None:
+    def __init__(self, runtime: Any = None) -> None:
+        self.runtime = runtime
         self._conductor: Arbiter | None = None
         self._found: list[tuple[Any, str, Any]] = []  # object, attribute, and its value before
 
@@ -84,10 +85,13 @@ class ConductorAdapter:
 
     # -- for subclasses --------------------------------------------------------------------------------------
     def _tighten(self, name: str, value: int | None) -> None:
-        """Write what `attach` found there, or `value` where that is less. None is no bound."""
+        """Write what `attach` found there, or `value` where that is less; None is no bound. A runtime without
+        one, which bounds itself by bytes, gets none but 0."""
         holder, found = next((holder, found) for holder, knob, found in self._found if knob == name)
-        bounds = [bound for bound in (found, value) if bound is not None]
-        setattr(holder, name, min(bounds, default=None))
+        if found is None:
+            setattr(holder, name, None if value else value)
+        else:
+            setattr(holder, name, found if value is None else min(found, value))
 
     def _ask(self, direction: Direction, priority: Priority) -> Answer:
         conductor = self._conductor
@@ -98,10 +102,6 @@ class StagehandConductorAdapter(ConductorAdapter):
     """Tunes the prefetch of a runtime that streams weights."""
 
     name = "stagehand"
-
-    def __init__(self, runtime: Any) -> None:
-        super().__init__()
-        self.runtime = runtime
 
     def knobs(self) -> list[tuple[Any, str]]:
         return [(self.runtime.engine, "_max_inflight"), (self.runtime.scheduler.policy, "prefetch_window")]
@@ -129,10 +129,6 @@ class ActStagehandConductorAdapter(ConductorAdapter):
     is kept on the device, and not waited for."""
 
     name = "activation_stagehand"
-
-    def __init__(self, runtime: Any) -> None:
-        super().__init__()
-        self.runtime = runtime
 
     def knobs(self) -> list[tuple[Any, str]]:
         return [(self.runtime.transfer, "_max_d2h"), (self.runtime.transfer, "_max_h2d")]

@@ -56,10 +56,8 @@ class _Share:
 class _Piece:
     """As Lease: one piece, from its request until its copy has passed."""
 
-    def __init__(
-        self, conductor: Conductor, share: _Share, inner: Lease, nbytes: int, priority: Priority
-    ) -> None:
-        self._conductor, self._share, self._inner = conductor, share, inner
+    def __init__(self, of: Conductor, share: _Share, inner: Lease, nbytes: int, priority: Priority) -> None:
+        self._conductor, self._share, self._inner = of, share, inner
         self.nbytes, self.priority = nbytes, priority
 
     def done(self, event: Event | None) -> None:

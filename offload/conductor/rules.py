@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from offload.client import Phase
+from offload.conductor.config import ConductorConfig
 
-__all__ = ["HeuristicPolicyBridgeV0", "PolicyBridge", "RuntimeLimitHints", "TurnsPolicyBridge", "is_pressed"]
+__all__ = ["HeuristicPolicyBridgeV0", "PolicyBridge", "RuntimeLimitHints", "bridge_of", "is_pressed"]
 
 PRESSURE_PERCENT = 80
 
@@ -59,10 +60,9 @@ class HeuristicPolicyBridgeV0:
 
     def __init__(self, *, h2d_slots: int, d2h_slots: int) -> None:
         self._slots = h2d_slots, d2h_slots
-        self._window = DEFAULT_WINDOW
         self._full_checks = 0
         self._phase: Phase | None = None
-        self._start_anew()
+        self.begin_step(None)
 
     def _start_anew(self) -> None:
         self._cap: int | None = None
@@ -110,3 +110,9 @@ class TurnsPolicyBridge(HeuristicPolicyBridgeV0):
         if phase is not self._phase:
             self._start_anew()
         super().enter(phase, allocated_bytes, hard_bytes)
+
+
+def bridge_of(config: ConductorConfig) -> PolicyBridge:
+    """The config's own."""
+    kind = TurnsPolicyBridge if config.bridge == "turns" else HeuristicPolicyBridgeV0
+    return kind(h2d_slots=config.h2d_slots, d2h_slots=config.d2h_slots)

@@ -31,12 +31,7 @@ from offload.conductor.adapters import ConductorAdapter
 from offload.conductor.budget import BudgetManager, Counts, Pool, Reservation, ReservationKind
 from offload.conductor.config import MIB, ConductorConfig
 from offload.conductor.phases import PhaseCoordinator, PhaseOrderError
-from offload.conductor.rules import (
-    HeuristicPolicyBridgeV0,
-    PolicyBridge,
-    RuntimeLimitHints,
-    TurnsPolicyBridge,
-)
+from offload.conductor.rules import PolicyBridge, RuntimeLimitHints, bridge_of
 from offload.conductor.slots import TransferManager, TransferToken
 from offload.conductor.telemetry import TelemetryHub
 from offload.transfer.admission import DenialReason, Denied, Direction, Priority
@@ -89,10 +84,7 @@ class ConductorRuntime:
         allocated = _allocated_by_torch if allocated is None else allocated
         self.budget = BudgetManager(allocated, config, self.counts)
         self.transfers = TransferManager(config.h2d_slots, config.d2h_slots, self.counts)
-        if rules is None:
-            kind = TurnsPolicyBridge if config.bridge == "turns" else HeuristicPolicyBridgeV0
-            rules = kind(h2d_slots=config.h2d_slots, d2h_slots=config.d2h_slots)
-        self.bridge = rules
+        self.bridge = bridge_of(config) if rules is None else rules
         self.telemetry = TelemetryHub(config)
         self.adapters = []
         self.hints = self.bridge.hints()

@@ -52,10 +52,8 @@ class TransferManager:
         """Why a copy gets no slot now; None where it gets one."""
         if self.suppressed and priority is Priority.SPECULATIVE:
             return DenialReason.PHASE_RULE_SUPPRESSED_SPECULATIVE
-        exhausted = DenialReason.H2D_SLOTS_EXHAUSTED
-        if direction is Direction.D2H:
-            exhausted = DenialReason.D2H_SLOTS_EXHAUSTED
-        return exhausted if self.in_flight(direction) >= self.allowed[direction] else None
+        full = self.in_flight(direction) >= self.allowed[direction]
+        return DenialReason[f"{direction.name}_SLOTS_EXHAUSTED"] if full else None
 
     def acquire(self, owner: str, direction: Direction, priority: Priority) -> TransferToken | Denied:
         """A slot, or why there is none. A required copy goes ahead all the same. Blocks the host: never."""

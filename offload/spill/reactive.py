@@ -54,7 +54,7 @@ class ReactiveOrder(ActivationScheduler):
             if block.slot >= forward.written:
                 self._due.append((forward, block))
             elif self.may_leave(block):
-                if not self.transfer.can_spill() and self.transfer.max_inflight_d2h:
+                if not self.transfer.can_spill() and not self.transfer.sends_nothing:
                     self.transfer.finalize_all_spills(self.registry.iter_spilling())
                 if self.transfer.can_spill():
                     self.counts.details.latched_bytes += self.send(forward, [block])

@@ -116,6 +116,7 @@ class ActivationRuntime(Client):
         self.transfer = ActivationTransfer(
             engine,
             max_inflight_d2h=config.max_inflight_d2h if reactive else None,
+            max_inflight_h2d=config.max_inflight_h2d if reactive else None,
             hosts=self.pool,
             on_host=reactive,
         )

@@ -25,7 +25,8 @@ __all__ = ["ActivationTransfer"]
 class ActivationTransfer:
     """Issues and finalizes spills. Callers hold the engine's lock.
 
-    max_inflight_d2h: spills in flight; None where something else bounds them. hosts: whose host memory they
+    max_inflight_d2h, max_inflight_h2d: spills and restores in flight; None where something else bounds them.
+        A conductor writes them as the source's does (`_max_d2h`, `_max_h2d`). hosts: whose host memory spills
         go to; None for the arena's. on_host: the host waits, not the compute lane.
     """
 
@@ -34,11 +35,12 @@ class ActivationTransfer:
         engine: OffloadEngine,
         *,
         max_inflight_d2h: int | None = None,
+        max_inflight_h2d: int | None = None,
         hosts: HostLender | None = None,
         on_host: bool = False,
     ) -> None:
         self._engine = engine
-        self.max_inflight_d2h = max_inflight_d2h
+        self._max_d2h, self._max_h2d = max_inflight_d2h, max_inflight_h2d
         self._hosts = hosts
         self._on_host = on_host
         self._in_flight: deque[tuple[Transfer, tuple[DeviceBlock, ...]]] = deque()
@@ -48,9 +50,14 @@ class ActivationTransfer:
     # -- what is in flight -----------------------------------------------------------------------------------
     def can_spill(self) -> bool:
         """Whether one more may be in flight."""
-        if self.max_inflight_d2h is None:
+        if self._max_d2h is None:
             return self._engine.limits.max_spilling_bytes != 0
-        return sum(1 for transfer, _ in self._in_flight if not transfer.settled) < self.max_inflight_d2h
+        return sum(1 for transfer, _ in self._in_flight if not transfer.settled) < self._max_d2h
+
+    @property
+    def sends_nothing(self) -> bool:
+        """Whether the cap is 0: what could leave stays, and nobody waits for room."""
+        return self._max_d2h == 0
 
     def take_settled(self) -> list[DeviceBlock]:
         """Blocks of spills that have been settled since the last call, by whomever."""

@@ -21,7 +21,7 @@ def knobs(*runtimes: Any) -> list[Any]:
     """What the attributes are, those of weights first."""
     found: list[Any] = []
     for runtime in runtimes:
-        if hasattr(runtime, "engine"):
+        if hasattr(runtime, "scheduler") and hasattr(runtime.scheduler, "policy"):
             found += [runtime.engine._max_inflight, runtime.scheduler.policy.prefetch_window]
         else:
             found += [runtime.transfer._max_d2h, runtime.transfer._max_h2d]

@@ -21,6 +21,7 @@ from offload.conductor import (
 )
 from offload.transfer.admission import DenialReason, Denied, Direction
 from tests.unit.conductor.sources import activations_runtime, knobs, weights_runtime
+from tests.unit.spill.training import batch, blocks, runtime_of
 
 MIB = 1 << 20
 
@@ -136,6 +137,37 @@ def test_attributes_are_written_on_the_thread_that_announces_the_phase_and_plain
     found.shutdown()
     assert {name for name, _ in writers} == {"_max_inflight", "prefetch_window"}
     assert {thread for _, thread in writers} == {threading.get_ident()}
+
+
+@pytest.mark.req("S1-40", "S1-47")
+@pytest.mark.parametrize(("order", "found"), [("reactive", [1, 1]), ("forecast", [None, None])])
+def test_the_watermark_runtime_has_the_attributes_and_keeps_what_it_may_not_send(
+    order: str, found: list[int | None]
+) -> None:
+    """At the mark from its first save on: outside of the optimizer's step everything leaves, in it nothing,
+    and nobody waits for room."""
+    with runtime_of(order=order, high=2, low=1, memory_allocated=lambda: 2) as runtime:
+        arbiter = conductor()
+        arbiter.register(ActStagehandConductorAdapter(runtime))
+        assert knobs(runtime) == found
+        kept = {}
+        for phase in (Phase.FORWARD, Phase.OPTIMIZER):
+            enter(arbiter, phase)
+            for _ in range(3):
+                with runtime.managed_forward():
+                    loss = blocks(3)(batch(0)).sum()
+                loss.backward()
+            metrics = runtime.step_end()
+            assert metrics is not None
+            kept[phase] = metrics.activations_spilled == 0
+            assert metrics.activations_saved > 0
+            if phase is Phase.OPTIMIZER:
+                assert knobs(runtime)[0] == 0
+                assert metrics.stall_count == 0
+            arbiter.end_step()
+        assert kept == {Phase.FORWARD: False, Phase.OPTIMIZER: True}
+        arbiter.shutdown()
+        assert knobs(runtime) == found
 
 
 @pytest.mark.req("S1-45", "Q-5")
