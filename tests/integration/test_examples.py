@@ -76,6 +76,20 @@ def test_a_model_that_is_larger_than_its_device_trains_with_the_bits_of_plain_to
     assert len(re.findall(r"^(?:LoRA|full) .* equal$", out, flags=re.MULTILINE)) == 2
 
 
+def test_three_kinds_move_at_once_under_one_arbiter(capsys: pytest.CaptureFixture[str]) -> None:
+    line = run("conductor")
+    assert line["runtime_snapshots"] == {
+        "stagehand": {"max_inflight": 2, "prefetch_window": None},
+        "activation_stagehand": {"max_d2h": 2, "max_h2d": 2},
+    }
+    # pinned: 4 blocks of two weights of 512 x 2048, and what Adam keeps of the head's 512 x 256
+    assert line["pinned_granted_mb"] >= (4 * 2 * 512 * 2048 * 4 + 2 * 512 * 256 * 4) / 2**20
+    assert all(seconds > 0 for seconds in line["phase_durations"].values())
+    out = capsys.readouterr().out
+    assert out.count("loss") == 4
+    assert "answers of the conductor" in out
+
+
 def test_images_of_several_sizes_leave_only_above_the_mark(capsys: pytest.CaptureFixture[str]) -> None:
     run("watermark", high_mb=1000.0)
     assert capsys.readouterr().out.count(" 0.00 MB left in 0 of 50") == 6

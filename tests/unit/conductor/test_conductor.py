@@ -16,7 +16,7 @@ from offload.conductor import Conductor, ConductorConfig
 from offload.conductor.rules import TurnsPolicyBridge
 from offload.config import OffloadConfig
 from offload.device import Event
-from offload.device.sim import SimDevice
+from offload.device.sim import ExecutorName, SimDevice
 from offload.engine import OffloadEngine
 from offload.ids import Owner
 from offload.transfer.admission import (
@@ -37,8 +37,10 @@ MIB = 1 << 20
 class Link:
     """An engine with a conductor, and pieces of any client over its copier."""
 
-    def __init__(self, config: OffloadConfig | None = None, **fields: Any) -> None:
-        self.engine = OffloadEngine(config, device=SimDevice(executor="late"))
+    def __init__(
+        self, config: OffloadConfig | None = None, *, executor: ExecutorName = "late", **fields: Any
+    ) -> None:
+        self.engine = OffloadEngine(config, device=SimDevice(executor=executor))
         self.before = self.engine.copier.admission
         fields = {"telemetry_interval": 0, **fields}
         self.conductor = Conductor(engine=self.engine, **fields)
@@ -67,6 +69,16 @@ class Link:
         device.wait(lane, device.record(device.compute), "spill")
         self.events.append(copier.copy(lease, direction, owner, pairs, nbytes))
         return True
+
+    def stall_ms(self, client: str, nbytes: int) -> float:
+        """How long compute waits for a required copy to the device that is asked for now."""
+        device = self.engine.device
+        before = device.record(device.compute, timed=True)
+        assert self.copy(client, REQUIRED, nbytes=nbytes)
+        device.wait(device.compute, self.events[-1], "read")
+        after = device.record(device.compute, timed=True)
+        device.synchronize(after)
+        return device.elapsed_ms(before, after)
 
     def arrive(self) -> None:
         """All copies have passed."""
@@ -122,6 +134,34 @@ def test_beside_another_client_a_prefetch_queues_no_more_than_a_slots_bytes() ->
     link.arrive()
     link.copy("weights", REQUIRED)
     assert [link.copy("groups", SPECULATIVE, nbytes=512) for _ in range(3)] == [True, True, False]
+
+
+@pytest.mark.req("S1-60")
+@pytest.mark.parametrize("conflict", ["three at once", "the optimizer", "the backward"])
+def test_what_is_waited_for_stalls_less_than_half_as_long_as_without(conflict: str) -> None:
+    """Each conflict on a simulated link, whose copies of a direction are first in, first out: prefetches of
+    others are asked for, as far as they are granted, and then a block that compute waits for."""
+    found = []
+    for is_on in (False, True):
+        allocated = 23000 * MIB if conflict == "the backward" else 0
+        link = Link(executor="clock", slot_mb=1, allocated=lambda nbytes=allocated: nbytes)
+        if not is_on:
+            link.conductor.shutdown()
+        elif conflict == "the backward":
+            enter(link, Phase.BACKWARD)
+        elif conflict == "the optimizer":
+            enter(link, Phase.OPTIMIZER)
+        waiting = "optim" if conflict == "the optimizer" else "weights"
+        link.copy(waiting, REQUIRED, nbytes=MIB)
+        for client in {"three at once": ("groups", "experts"), "the backward": ("groups",)}.get(
+            conflict, ("weights",)
+        ):
+            for _ in range(24):
+                link.copy(client, SPECULATIVE, nbytes=MIB // 2)
+        found.append(link.stall_ms(waiting, MIB))
+        link.arrive()
+    without, with_it = found
+    assert with_it <= without / 2
 
 
 def test_a_spill_is_denied_a_slot_and_kept_only_while_memory_is_enough() -> None:

@@ -1,0 +1,270 @@
+#!/usr/bin/env python3
+"""What the conductor costs and gains: one model, steps with it and without in turn.
+
+    python scripts/bench_conductor.py                   every work
+    python scripts/bench_conductor.py --work one        adapters on streamed weights, 4,096 tokens
+    python scripts/bench_conductor.py --work three      and inputs of blocks on the host, and an output head
+                                                        whose optimizer state is there: 16,384 tokens
+    python scripts/bench_conductor.py --tiny            the whole script on a CPU and the simulated device
+
+A step with the conductor is compared with its neighbour without: the machine's changes are in both. `law` is
+the sum over passes of what is longest there: compute with all on the device, the bytes of each direction over
+55 GB/s, all bytes over 100 GB/s. One invariant: gradients of both arms have the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parent.parent
+for _folder in (str(_ROOT), str(_ROOT / "scripts")):
+    if _folder not in sys.path:
+        sys.path.insert(0, _folder)
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+import offload  # noqa: E402
+from bench import gradients  # noqa: E402
+from bench.run import NEEDS_GPU, hardware  # noqa: E402
+from bench.weights import TINY, Model, Shape, bits_of  # noqa: E402
+from offload.conductor import Conductor  # noqa: E402
+
+LINK_GB_S, BOTH_GB_S = 55.0, 100.0
+PASSES = ("forward", "backward", "optimizer")
+WORKS = {"one": 4096, "three": 16384}  # tokens
+HEADER = "| work | ms without | ms with | with / without | law ms | with / law | stall ms | denied | bits |"
+
+
+class WithHead(nn.Module):
+    """The blocks, and an output head that is trained."""
+
+    def __init__(self, shape: Shape, vocabulary: int, **where: Any) -> None:
+        super().__init__()
+        self.blocks = Model(shape, **where)
+        self.head = nn.Linear(shape.hidden, vocabulary, bias=False, **where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks.layers:
+            x = block(x)
+        return self.head(x[:, ::16])  # of every sixteenth token, as its logits are no part of this
+
+
+class Loop:
+    """A model and its steps. away: what moves is on the host."""
+
+    def __init__(self, options: argparse.Namespace, *, away: bool) -> None:
+        self.device = torch.device("cpu" if options.tiny else "cuda:0")
+        dtype = torch.float32 if options.tiny else torch.bfloat16
+        shape = TINY if options.tiny else Shape(layers=options.layers)
+        where = {"device": self.device, "dtype": dtype}
+        torch.manual_seed(0)
+        self.three = options.work == "three"
+        self.model = (
+            WithHead(shape, 64 if options.tiny else 152064, **where)
+            if self.three
+            else (Model(shape, **where))
+        )
+        tokens = 32 if options.tiny else options.tokens or WORKS[options.work]
+        self.x = torch.randn(1, tokens, shape.hidden, **where)
+        blocks = "blocks.layers.*" if self.three else "layers.*"
+        self.handle = None
+        mode = "hidden_states" if self.three else False
+        if away:
+            least = {"min_numel": 1} if options.tiny and self.three else {}
+            self.handle = offload.apply(self.model, mode, blocks=blocks, weights="host", **least)
+        elif self.three:
+            offload.apply(self.model, "checkpoint", blocks=blocks)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if away and self.three:
+            self.optimizer: torch.optim.Optimizer = offload.HybridDeviceOptimizer(
+                trained, offload_fraction=1.0, lr=1e-4
+            )
+        else:
+            self.optimizer = torch.optim.Adam(trained, lr=1e-4)
+
+    def loss(self) -> Tensor:
+        return self.model(self.x).float().square().mean()
+
+    def step(self, between: Callable[[str], None] = lambda name: None) -> None:
+        """between: called with the name of each pass as it is over."""
+        loss = self.loss()
+        between("forward")
+        loss.backward()
+        between("backward")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        between("optimizer")
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self) -> float:
+        begun = time.perf_counter()
+        self.step()
+        self.synchronize()
+        return time.perf_counter() - begun
+
+    def gradient_bits(self) -> list[int]:
+        with gradients.deterministic():
+            self.loss().backward()
+        bits = bits_of(self.model)
+        self.optimizer.zero_grad()
+        return bits
+
+
+def seconds_by_pass(options: argparse.Namespace) -> dict[str, float]:
+    """Of steps with all on the device, the fastest of each pass."""
+    loop = Loop(options, away=False)
+    found: dict[str, list[float]] = {name: [] for name in PASSES}
+    for _ in range(options.warmup + options.samples):
+        loop.synchronize()
+        begun = time.perf_counter()
+
+        def over(name: str) -> None:
+            nonlocal begun
+            loop.synchronize()
+            now = time.perf_counter()
+            found[name].append(now - begun)
+            begun = now
+
+        loop.step(over)
+    return {name: min(times[options.warmup :]) for name, times in found.items()}
+
+
+@contextmanager
+def bytes_by_pass(conductor: Conductor) -> Iterator[Counter[tuple[str, str]]]:
+    """What is copied in each phase, by direction."""
+    found: Counter[tuple[str, str]] = Counter()
+
+    def note(direction: Any, owner: Any, nbytes: int, start: Any, end: Any) -> None:
+        phase = conductor.phase
+        found["forward" if phase is None else phase.value, direction.value] += nbytes
+
+    conductor.engine.copier.watch(note)
+    try:
+        yield found
+    finally:
+        conductor.engine.copier.unwatch(note)
+
+
+def law_seconds(compute: dict[str, float], moved: Counter[tuple[str, str]]) -> float:
+    total = 0.0
+    for name in PASSES:
+        inward, out = moved[name, "h2d"] / 1e9, moved[name, "d2h"] / 1e9
+        total += max(compute[name], inward / LINK_GB_S, out / LINK_GB_S, (inward + out) / BOTH_GB_S)
+    return total
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """One work: steps with and without in turn, who goes first alternating."""
+    loop = Loop(options, away=True)
+    engine = offload.marks.default_manager().engine
+    for _ in range(options.warmup):
+        loop.seconds()
+    bits = [loop.gradient_bits()]
+    conductor = Conductor(engine=engine, telemetry_interval=0)
+    bits.append(loop.gradient_bits())
+    conductor.shutdown()
+    times: dict[bool, list[float]] = {True: [], False: []}
+    stalls: dict[bool, list[float]] = {True: [], False: []}
+    ratios, denied = [], 0
+    for sample in range(options.samples):
+        for with_it in (True, False) if sample % 2 else (False, True):
+            arbiter = Conductor(engine=engine, telemetry_interval=0) if with_it else None
+            loop.seconds()  # the first step with other phases is none to compare
+            times[with_it].append(loop.seconds())
+            stats = engine.last_stats
+            stalls[with_it].append(sum(client.stall_ms for client in stats.clients.values()))
+            if arbiter is not None:
+                denied += arbiter.counts.denials
+                arbiter.shutdown()
+        ratios.append(times[True][-1] / times[False][-1])
+    conductor = Conductor(engine=engine, telemetry_interval=0)
+    loop.step()
+    with bytes_by_pass(conductor) as moved:
+        loop.step()
+    conductor.shutdown()
+    return {
+        "work": options.work,
+        "without_ms": [each * 1e3 for each in times[False]],
+        "with_ms": [each * 1e3 for each in times[True]],
+        "ratio": statistics.median(ratios),
+        "moved": {f"{name} {direction}": nbytes for (name, direction), nbytes in moved.items()},
+        "stall_ms": {"with": statistics.median(stalls[True]), "without": statistics.median(stalls[False])},
+        "denied": denied,
+        "bits": bits[0] == bits[1],
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    without, with_it = statistics.median(row["without_ms"]), statistics.median(row["with_ms"])
+    moved = Counter({tuple(name.split(" ")): nbytes for name, nbytes in row["moved"].items()})
+    law_ms = law_seconds(row["compute_s"], moved) * 1e3
+    stall = f"{row['stall_ms']['without']:.1f} / {row['stall_ms']['with']:.1f}"
+    cells = [row["work"], f"{without:.1f}", f"{with_it:.1f}", f"{row['ratio']:.4f}", f"{law_ms:.1f}"]
+    cells += [f"{with_it / law_ms:.3f}", stall, str(row["denied"]), "equal" if row["bits"] else "DIFFER"]
+    return f"| {' | '.join(cells)} |"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work", choices=WORKS, help="(every one)")
+    parser.add_argument("--tokens", type=int, help="of one sequence (4,096 and 16,384)")
+    parser.add_argument("--layers", type=int, default=Shape.layers, help="(%(default)s)")
+    parser.add_argument("--samples", type=int, default=10, help="pairs of steps (%(default)s)")
+    parser.add_argument("--warmup", type=int, default=6, help="steps before them (%(default)s)")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write every figure as JSON")
+    parser.add_argument("--tiny", action="store_true", help="tiny blocks on the simulated device")
+    parser.add_argument("--child", choices=("away", "here"), help=argparse.SUPPRESS)
+    parsed = parser.parse_args(arguments)
+    if parsed.tiny:
+        parsed.samples, parsed.warmup = 1, 3
+    elif not torch.cuda.is_available():
+        parser.error(NEEDS_GPU)
+    return parsed
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    if options.child is not None:
+        print(json.dumps(run(options) if options.child == "away" else seconds_by_pass(options)))
+        return
+    print("simulated" if options.tiny else hardware(), f"torch {torch.__version__}", HEADER, sep="\n")
+    print("|---" * HEADER.count(" | ") + "|---|", flush=True)
+    given = sys.argv[1:] if arguments is None else arguments
+    found: list[dict[str, Any]] = []
+    for work in WORKS if options.work is None else [options.work]:
+        made: dict[str, Any] = {}
+        for child in (
+            "away",
+            "here",
+        ):  # each in a process of its own: the allocator of one would change the next
+            command = [sys.executable, __file__, *given, "--work", work, "--child", child]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                print(f"| {work} | failed: {(done.stderr.strip().splitlines() or [''])[-1]} |", flush=True)
+                break
+            made[child] = json.loads(done.stdout.splitlines()[-1])
+        else:
+            found.append(made["away"] | {"compute_s": made["here"]})
+            print(line(found[-1]), flush=True)
+        if options.out is not None:
+            options.out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
