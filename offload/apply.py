@@ -232,8 +232,8 @@ class Applied:
         where nothing is INT8. Blocks the host."""
         model = self._model()
         weights = [] if self._stream is None else self._stream.int8_weights()
-        if model is None or not weights:
-            raise ValueError(f"write_slab() of {self!r}, of which no weights are INT8")
+        if model is None or not weights or any(weight.without_values for weight in weights):
+            raise ValueError(f"write_slab() of {self!r}, of which no weights, or none with values, are INT8")
         return write_slab(path, weights, signature(model, is_adapter), architecture_id)
 
     def _conduct(self, conductor: Conductor | None, end: Callable[[], None]) -> None:

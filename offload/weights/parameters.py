@@ -106,6 +106,8 @@ class Parameters:
             with torch.no_grad():
                 self.host_copy(weight).copy_(value)  # seen, as any write to it
             return
+        if weight.int8 and weight.parameter.requires_grad:
+            raise written(weight)
         weight.make_master(self._engine.arena)
         try:
             if weight.int8:
@@ -401,6 +403,7 @@ def _module_is_gone(engine: OffloadEngine, weight: Weight) -> None:
     engine.hooks.streamed.pop(weight.storage._cdata, None)
     close_behind(engine, weight)
     block.weights.remove(weight)
+    block.staged = [each for each in block.staged if each[0] is not weight]
 
 
 def close_behind(engine: OffloadEngine, weight: Weight) -> None:

@@ -116,7 +116,17 @@ def test_a_model_on_meta_takes_a_slab_and_the_rest_of_files(slab: Slab) -> None:
         model = other()
     names = [name for name in plain.state_dict() if "up" not in name and "down" not in name]
     save_file({name: plain.state_dict()[name] for name in names}, path.with_name("rest.safetensors"))
+    save_file(plain.state_dict(), path.with_name("plain.safetensors"))
+    with torch.device("meta"):
+        empty = other()
     with installed(build_manager("late")), streams_from(WIDTH * WIDTH):
+        handle = offload.apply(empty, weights="host", quantize="int8")
+        with pytest.raises(ValueError, match="none with values"):
+            handle.write_slab(path.with_name("empty"))
+        empty.layers[0].up.weight.requires_grad_()
+        with pytest.raises(OffloadError, match=r"layers.0.up.weight is held as INT8"):
+            offload.load_weights(empty, path.with_name("plain.safetensors"))
+        handle.remove()
         handle = offload.apply(model, weights="host", quantize=path)
         offload.load_weights(model, path.with_name("rest.safetensors"), strict=False)
         x = torch.randn(ROWS, WIDTH)
@@ -236,5 +246,5 @@ def test_a_slab_of_a_plain_model_fits_the_same_one_with_adapters(slab: Slab) -> 
 
 
 def test_only_int8_weights_are_written(tmp_path: Path) -> None:
-    with streamed(Model(), frozen=True) as pair, pytest.raises(ValueError, match="no weights are INT8"):
+    with streamed(Model(), frozen=True) as pair, pytest.raises(ValueError, match="of which no weights"):
         pair.handle.write_slab(tmp_path / "model")
