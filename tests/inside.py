@@ -13,6 +13,7 @@ from offload.disk.worker import Worker
 from offload.engine import OffloadEngine
 from offload.memory.arena import Block
 from offload.transfer import engine as transfers
+from offload.transfer.copier import CopyWatcher
 from offload.transfer.limits import CONFIG, DEFAULT, PLAN, Cap, Contributor
 from offload.weights import choose
 from offload.weights.gradients import GradientStream
@@ -62,6 +63,11 @@ def gradients_of(handle: Applied) -> GradientStream:
     """What keeps the gradients of a handle on the host."""
     assert handle._gradients is not None
     return handle._gradients
+
+
+def watchers_of(engine: OffloadEngine) -> tuple[CopyWatcher, ...]:
+    """Who is told of the engine's copies. A step that is measured has one."""
+    return engine.copier._watchers
 
 
 @contextmanager

@@ -3,7 +3,6 @@ end."""
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,8 +135,6 @@ def test_fifty_steps_and_a_pool_that_is_used_again_hold_no_more_memory() -> None
     model, plain = pair(checkpoints=False)
     model.layers.requires_grad_(False)
     del plain
-    copied = copy.deepcopy(model)
-    del copied
     runtime = build(model, 6, 4)
     optimizer, seen = adam(model), []
     for number in range(50):
@@ -146,10 +143,10 @@ def test_fifty_steps_and_a_pool_that_is_used_again_hold_no_more_memory() -> None
         torch.cuda.synchronize()
         stats = runtime.offload_engine.arena.stats()
         seen.append((torch.cuda.memory_reserved(), stats.held_bytes, stats.lent_bytes))
-    assert seen[4] == seen[49]
+    assert seen[9] == seen[49]
     pool = runtime.shutdown_keep_pool()
     assert pool.stats().lent_bytes == 0
     second = StagehandRuntime(model, None, PATTERN, pool=pool, telemetry_enabled=False)
     step(model, 0, optimizer)
-    assert pool.stats().held_bytes == seen[4][1]
+    assert pool.stats().held_bytes == seen[9][1]
     second.shutdown()

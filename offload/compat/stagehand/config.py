@@ -9,13 +9,12 @@ from dataclasses import dataclass, fields
 
 from offload.config import check_index
 from offload.described import described
-from offload.sizes import bytes_text
 
 __all__ = ["MIB", "StagehandConfig"]
 
 MIB = 1 << 20
-_ALIGNMENT = 512
-"""Bytes, of the arena that the masters lie in."""
+_ALIGNMENTS = [1 << power for power in range(10)]
+"""Bytes, up to those at which the arena aligns masters."""
 
 
 @described
@@ -89,32 +88,19 @@ class StagehandConfig:
             check_index(name, getattr(self, name), least=1)
         for name in ("prefetch_window_blocks", "eviction_cooldown_steps", "telemetry_interval_steps"):
             check_index(name, getattr(self, name))
-        high, low = self.vram_high_watermark_mb, self.vram_low_watermark_mb
-        if not 0 < low <= high:
-            raise ValueError(
-                f"vram_high_watermark_mb is {high!r} and vram_low_watermark_mb {low!r}: eviction starts at "
-                "the first and stops below the second; give numbers above 0, the low one at most the high one"
-            )
-        if self.pinned_pool_mb < self.pinned_slab_mb:
-            raise ValueError(
-                f"pinned_pool_mb is {self.pinned_pool_mb:,} and pinned_slab_mb {self.pinned_slab_mb:,}: the "
-                "pool holds no slab; give a pool of one at least"
-            )
+        high, low, file = self.vram_high_watermark_mb, self.vram_low_watermark_mb, self.telemetry_file
         align = self.pinned_slab_alignment
-        if align not in [1 << power for power in range(_ALIGNMENT.bit_length())]:
-            raise ValueError(
-                f"pinned_slab_alignment is {align!r}, and masters are aligned at {bytes_text(_ALIGNMENT)}; "
-                f"give a power of two up to {_ALIGNMENT}"
-            )
-        if self.policy != "static" or self.copy_stream_priority not in (-1, 0):
-            raise ValueError(
-                f"policy is {self.policy!r} and copy_stream_priority {self.copy_stream_priority!r}, must be "
-                "'static' and 0 or -1"
-            )
-        if not (self.telemetry_file and isinstance(self.telemetry_file, str)):
-            raise ValueError(
-                f"telemetry_file is {self.telemetry_file!r}, must be the path of a file, as text"
-            )
+        rules = {
+            "vram_low_watermark_mb": (0 < low <= high, f"above 0, and at most the high mark, {high!r}"),
+            "pinned_pool_mb": (self.pool_bytes > 0, f"a slab at least, {self.pinned_slab_mb:,}"),
+            "pinned_slab_alignment": (align in _ALIGNMENTS, "a power of two up to 512, as masters are"),
+            "policy": (self.policy == "static", "'static'"),
+            "copy_stream_priority": (self.copy_stream_priority in (-1, 0), "0 or -1"),
+            "telemetry_file": (isinstance(file, str) and file != "", "the path of a file, as text"),
+        }
+        for name, (able, must) in rules.items():
+            if not able:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, must be {must}")
 
     @property
     def pool_bytes(self) -> int:

@@ -8,13 +8,15 @@ scheduled by it. A step begins when the first layer of the order runs again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload.compat.stagehand.config import MIB, StagehandConfig
-from offload.compat.stagehand.runtime import StagehandRuntime
+from offload.compat.stagehand.runtime import BlockSource, StagehandRuntime
+from offload.engine import OffloadEngine
 from offload.memory.arena import HostArena
 from offload.modules.settings import gpu_bytes
 from offload.sizes import argument_bytes
@@ -22,7 +24,6 @@ from offload.weights.weight import BlockWeights
 
 __all__ = ["LayerRuntime", "layer"]
 
-_LAYERS = (nn.Linear, nn.Conv2d, nn.Embedding)
 _HIGH, _LOW = 0.8, 0.6
 _SLABS_BESIDE = 4
 
@@ -32,8 +33,8 @@ class LayerRuntime(StagehandRuntime):
 
     vram_budget: device memory of which 80% and 60% are the marks, in bytes or text; None: of the GPU's, or
         the config's defaults where there is none. ram_budget: the largest layer allowed; None: as needed.
-        prefetch_k: layers fetched ahead once the order is traced. dtype, inference_mode, pool, options: as of
-        StagehandRuntime. telemetry: whether lines are written. Raises ValueError for a model without layers.
+        prefetch_k: layers fetched ahead once the order is traced. telemetry: whether lines are written. The
+        others are of StagehandRuntime. Raises ValueError for a model without layers.
     """
 
     def __init__(
@@ -47,36 +48,29 @@ class LayerRuntime(StagehandRuntime):
         inference_mode: bool = False,
         telemetry: bool = True,
         pool: HostArena | None = None,
-        **options: Any,
+        engine: OffloadEngine | None = None,
+        memory_allocated: Callable[[], int] | None = None,
+        source: BlockSource | None = None,
+        **fields: Any,
     ) -> None:
-        layers = [module for module in model.modules() if isinstance(module, _LAYERS)]
+        layers = [each for each in model.modules() if isinstance(each, (nn.Linear, nn.Conv2d, nn.Embedding))]
         if not layers:
-            raise ValueError(
-                f"{type(model).__name__} has no Linear, Conv2d or Embedding; use StagehandRuntime"
-            )
+            raise ValueError(f"{type(model).__name__} has no Linear, Conv2d or Embedding: name other blocks")
         largest = max(sum(p.numel() * p.element_size() for p in each.parameters()) for each in layers)
-        slab_mb = 1 << (-(-largest // MIB) - 1).bit_length() if largest > MIB else 1
+        slab_mb = 1 << max(0, -(-largest // MIB) - 1).bit_length()  # the next power of two
         pool_bytes = argument_bytes(ram_budget, name="ram_budget")
         pool_mb = slab_mb * (prefetch_k + _SLABS_BESIDE) if pool_bytes is None else pool_bytes // MIB
         given: dict[str, Any] = {"telemetry_enabled": telemetry, "prefetch_window_blocks": prefetch_k}
+        given |= {"pinned_slab_mb": max(1, min(slab_mb, pool_mb)), "pinned_pool_mb": pool_mb}
         budget = argument_bytes(vram_budget, name="vram_budget", of_bytes=gpu_bytes()) or gpu_bytes()
         if budget:
-            given |= {
-                "vram_high_watermark_mb": budget * _HIGH / MIB,
-                "vram_low_watermark_mb": budget * _LOW / MIB,
-            }
-        given |= {"pinned_slab_mb": min(slab_mb, max(1, pool_mb)), "pinned_pool_mb": pool_mb}
-        names = ("engine", "memory_allocated", "source")
-        rest = {key: value for key, value in options.items() if key not in names}
+            given["vram_high_watermark_mb"] = budget * _HIGH / MIB
+            given["vram_low_watermark_mb"] = budget * _LOW / MIB
         super().__init__(
-            model,
-            StagehandConfig(**given | rest),
-            layers,
-            "layers",
-            dtype,
-            inference_mode,
-            pool,
-            **{key: value for key, value in options.items() if key in names},
+            *(model, StagehandConfig(**given | fields), layers, "layers", dtype, inference_mode, pool),
+            engine=engine,
+            memory_allocated=memory_allocated,
+            source=source,
         )
         self.traced = False
         self._prefetch_k = self.config.prefetch_window_blocks

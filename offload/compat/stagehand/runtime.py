@@ -204,9 +204,16 @@ class StagehandRuntime:
             pair = HookPair(self._module(name), calls.enter, calls.leave, self._under_way)
             self._undo.callback(pair.remove)
         if config.telemetry_enabled:
-            watcher = partial(_note_copy, weakref.ref(self))
-            engine.copier.watch(watcher)
-            self._undo.callback(engine.copier.unwatch, watcher)
+            copies, names = self._copies, self.residency.entries
+
+            def note(direction: Direction, owner: Owner, nbytes: int, start: Event, end: Event) -> None:
+                if owner.client == WeightStream.name and owner.label in names:
+                    copies.append((start, end))
+
+            engine.copier.watch(note)
+            unwatch = weakref.finalize(self, engine.copier.unwatch, note)
+            unwatch.atexit = False
+            self._undo.callback(unwatch)
         self._announced, self._engine_step = False, -1
         self._start_step(0)
 
@@ -274,12 +281,9 @@ class StagehandRuntime:
 
         def complete() -> StepMetrics:
             """The device has got to the step's end. A copy under way is the next step's."""
-            copies, self._copies = self._copies, []
-            for start, over in copies:
-                if device.poll(over):
-                    metrics.copy_time_ms += device.elapsed_ms(start, over)
-                else:
-                    self._copies.append((start, over))
+            for copy in [copy for copy in self._copies if device.poll(copy[1])]:
+                metrics.copy_time_ms += device.elapsed_ms(*copy)
+                self._copies.remove(copy)
             metrics.stall_time_ms = total_ms(device, stalls)
             metrics.compute_time_ms = max(0.0, device.elapsed_ms(begun, end) - metrics.stall_time_ms)
             metrics.nan_count, metrics.inf_count = self.guard.total(counts)
@@ -408,7 +412,7 @@ class StagehandRuntime:
             self.release_reservation(guest)
             policy.prefetch_window = window
             with guest.offload_engine.lock:
-                guest.scheduler.evict_all()
+                guest.scheduler.evict_all() if not guest.closed else None
 
     @property
     def size_bytes(self) -> int:
@@ -421,10 +425,13 @@ class StagehandRuntime:
         unpins unless another client uses it. Called again, it does nothing. Raises ValueError inside a
         forward, and torch.OutOfMemoryError where the weights do not fit; all goes on then. Blocks the
         host."""
-        if not self.closed and self.config.stagehand_enabled:
+        if self.closed or not self.config.stagehand_enabled:
+            return
+        try:
             self.shutdown_keep_pool()
-            self.offload_engine.close_unused()
-        self.closed = True
+        finally:
+            if self.closed:
+                self.offload_engine.close_unused()
 
     def shutdown_keep_pool(self) -> HostArena:
         """As `shutdown`, but the host memory stays pinned, for another runtime: give it `pool=`. Raises
@@ -460,17 +467,3 @@ class StagehandRuntime:
 
 def _no_runtime() -> None:
     """The runtime of a copied model."""
-
-
-def _note_copy(
-    to: weakref.ref[StagehandRuntime],
-    direction: Direction,
-    owner: Owner,
-    nbytes: int,
-    start: Event,
-    end: Event,
-) -> None:
-    """As CopyWatcher; holds no runtime."""
-    runtime = to()
-    if runtime is not None and owner.client == WeightStream.name and owner.label in runtime.residency.entries:
-        runtime._copies.append((start, end))

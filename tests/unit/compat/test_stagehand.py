@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import logging
+import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -28,11 +31,12 @@ from offload.compat.stagehand import (
     StagehandConfig,
     StagehandRuntime,
 )
+from offload.conductor import ConductorRuntime, StagehandConductorAdapter
 from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import DtypeMismatchError, InvalidStateTransitionError, OffloadError, OffloadOOMError
 from offload.transfer.admission import Priority
 from offload.weights.order import Pass
-from tests.inside import streams_from
+from tests.inside import streams_from, watchers_of
 from tests.unit.weights.streamed import BLOCK_BYTES, ROWS, WIDTH, Model, squares
 
 pytestmark = pytest.mark.usefixtures("small_weights_stream")
@@ -384,6 +388,41 @@ def test_knobs_are_plain_attributes_that_bound_the_engines_limits_and_end_with_t
     runtime.engine._max_inflight = 1
     runtime.shutdown()
     assert (limits.weights_ahead_bytes, limits.weights_in_flight_bytes) == (None, None)
+
+
+def test_an_arbiter_tightens_both_knobs_and_puts_them_back() -> None:
+    model, runtime = build(window=3, max_inflight_transfers=4)
+    limits = runtime.offload_engine.limits
+    arbiter = ConductorRuntime(
+        allocated=lambda: 90 * MIB, vram_soft_cap_mb=100, vram_hard_cap_mb=100, telemetry_interval=0
+    )
+    adapter = StagehandConductorAdapter(runtime)
+    arbiter.register(adapter)
+    for call in (arbiter.begin_step, arbiter.enter_forward, arbiter.enter_backward):
+        call()
+    assert (runtime.engine._max_inflight, runtime.scheduler.policy.prefetch_window) == (2, 1)
+    assert (limits.weights_ahead_bytes, limits.weights_in_flight_bytes) == (BLOCK_BYTES, 2 * BLOCK_BYTES)
+    with runtime.forward_context():
+        step(model)
+    arbiter.unregister(adapter)
+    assert (runtime.engine._max_inflight, runtime.scheduler.policy.prefetch_window) == (4, 3)
+    assert (limits.weights_ahead_bytes, limits.weights_in_flight_bytes) == (3 * BLOCK_BYTES, 4 * BLOCK_BYTES)
+    runtime.shutdown()
+
+
+def test_a_runtime_that_is_dropped_with_its_model_leaves_nothing_behind() -> None:
+    engine = engine_of()
+    model, runtime = build(engine=engine, telemetry_enabled=True, telemetry_file=os.devnull)
+    with runtime.forward_context():
+        step(model)
+    gone = weakref.ref(runtime)
+    del model, runtime
+    gc.collect()
+    assert gone() is None
+    assert engine.hooks.streamed == {}
+    assert engine.limits.weights_ahead_bytes is None
+    assert watchers_of(engine) == ()
+    assert engine.arena.stats().lent_bytes == 0
 
 
 # -- states ----------------------------------------------------------------------------------------------

@@ -1,17 +1,23 @@
-"""The states of StageHand's blocks: whatever is asked in whatever order, only legal moves happen, an illegal
-one is an error that changes nothing, and no block in use leaves."""
+"""StageHand's weight runtime: random programs have the bits of plain torch. Of its states: whatever is asked
+in whatever order, only legal moves happen, an illegal one is an error that changes nothing, and no block in
+use leaves."""
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from offload.compat.stagehand import BlockRegistry, BlockState, ResidencyMap
+from offload.compat.stagehand import BlockRegistry, BlockState, ResidencyMap, StagehandRuntime
 from offload.errors import InvalidStateTransitionError
 from tests.inside import streams_from
+from tests.property.apply_programs import Program, Run, programs
+from tests.property.test_apply_programs import bits
+from tests.unit.groups.stack import build_manager, installed
 
 LEGAL = {
     ("unloaded", "host_staged"),
@@ -76,3 +82,44 @@ def test_only_legal_moves_happen_and_what_is_used_does_not_leave(
             assert [entry.state.value, entry.refcount] == [state, users]
             able = state in ("gpu_ready", "prefetching") and not users
             assert (each in found.eviction_candidates(0, 0)) == able
+
+
+marks = st.sampled_from([(0.002, 0.001), (0.004, 0.003), (0.006, 0.002), (0.02, 0.01), (1, 1)])
+
+
+@settings(max_examples=25, suppress_health_check=[*HealthCheck])
+@given(programs(), marks, st.integers(0, 3), st.integers(1, 3), st.booleans())
+def test_random_programs_have_the_bits_of_plain_torch(
+    program: Program, marks: tuple[float, float], window: int, in_flight: int, announced: bool
+) -> None:
+    plain = Run(program)
+    plain.play()
+    ours = Run(program)
+    with streams_from(64), installed(build_manager(program.executor, seed=program.seed)) as manager:
+        assert manager is not None
+        runtime = StagehandRuntime(
+            ours.model,
+            engine=manager.engine,
+            vram_high_watermark_mb=marks[0],
+            vram_low_watermark_mb=marks[1],
+            prefetch_window_blocks=window,
+            max_inflight_transfers=in_flight,
+            strict_bf16=False,
+            fail_on_dtype_promotion=False,
+            telemetry_enabled=False,
+        )
+        if announced:
+            ours.before_step = runtime.begin_step
+        ours.play()
+        states = runtime.states()
+        for block in runtime.stream.blocks:
+            assert not block.entered
+            assert runtime.residency.entries[block.name].refcount == 0
+            assert block.present == (states[block.name] in (BlockState.GPU_READY, BlockState.PREFETCHING))
+        runtime.shutdown_keep_pool()
+        assert [*map(bits, ours.seen)] == [*map(bits, plain.seen)]
+        state = plain.model.state_dict()
+        assert all(bits(mine) == bits(state[name]) for name, mine in ours.model.state_dict().items())
+        del runtime, block
+        gc.collect()
+        assert manager.engine.hooks.streamed == {}
