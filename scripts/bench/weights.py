@@ -26,7 +26,8 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder block. hidden, ffn: features. heads, kv_heads: of hidden / heads features each."""
+    """A decoder block. hidden, ffn: features. heads, kv_heads: of hidden / heads features each. rank: of the
+    adapters beside frozen projections; 0 for trained projections alone."""
 
     layers: int = 28
     hidden: int = 3584
@@ -67,7 +68,10 @@ class Block(nn.Module):
         }
         self.shape = shape
         self.project = nn.ModuleDict(
-            {name: LoraLinear(*io, shape.rank, **where) for name, io in sizes.items()}
+            {
+                name: LoraLinear(*io, shape.rank, **where) if shape.rank else nn.Linear(*io, False, **where)
+                for name, io in sizes.items()
+            }
         )
         self.norms = nn.ModuleList(nn.RMSNorm(shape.hidden, **where) for _ in range(2))
 

@@ -29,3 +29,14 @@ def test_each_row_is_printed_and_has_the_bits_of_nothing(
     figures = rows["host"]["weights"]
     assert (figures["misses"], figures["hits"]) == (0, 6)
     assert figures["in_bytes"] == 2 * 7 * 4 * 1024 * 1024  # of one block, in each direction of the step
+
+
+def test_full_training_is_measured_beside_its_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.json"
+    bench_weights.main(["--tiny", "--work", "full", "--out", str(out)])
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [line.split("|")[1].strip() for line in printed] == ["row", "nothing", "backward", "clipped"]
+    rows = {row["row"]: row for row in json.loads(out.read_text())}
+    block = 7 * 4 * 1024 * 1024
+    # of one block, in each direction of a step: the step itself fetches none
+    assert rows["backward"]["weights"]["in_bytes"] == rows["clipped"]["weights"]["in_bytes"] == 2 * block

@@ -1,0 +1,98 @@
+"""HybridDeviceOptimizer over streamed weights on a GPU: bits, memory, and what a settled step asks for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload import OffloadConfig
+from tests.gpu.test_weights import BLOCK_BYTES, BLOCKS, ROWS, WIDTH, Model, pair
+from tests.inside import streams_from
+from tests.optim_pair import OVERLAPS, Overlap
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_allocator")]
+
+
+@pytest.fixture(autouse=True)
+def engine_of_the_gpu() -> Iterator[None]:
+    offload.configure(OffloadConfig(), device="cuda")
+    with streams_from(1 << 16):
+        yield
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(number)
+    x = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16, generator=generator)
+    loss = model(x).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def made(model: Model, overlap: Overlap, share: float, **options: Any) -> offload.HybridDeviceOptimizer:
+    return offload.HybridDeviceOptimizer(
+        model.parameters(),
+        1.0,
+        lr=1e-3,
+        param_update_in_fp32=True,
+        overlap=overlap,
+        cpu_share=share,
+        model=model,
+        bucket_bytes=4 << 20,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("weights", ["host", "120MB"])
+@pytest.mark.parametrize("gradients", ["host", "device"])
+def test_full_training_has_the_bits_of_weights_on_the_device(
+    overlap: Overlap, share: float, weights: str, gradients: str
+) -> None:
+    model, plain = pair(checkpoints=False)
+    handle = offload.apply(model, weights=weights, gradients=gradients)
+    optimizers = [made(model, overlap, share), made(plain, "step", share)]
+    for number in range(6):
+        losses = [
+            train(each, optimizer, number) for each, optimizer in zip((model, plain), optimizers, strict=True)
+        ]
+        assert torch.equal(*losses), number
+        state = copy.deepcopy(model.state_dict()) if number == 3 else {}
+        for name, value in state.items():
+            assert torch.equal(value, plain.state_dict()[name].to(value.device)), name
+    handle.remove()
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, its)
+    for optimizer in optimizers:
+        optimizer.close()
+
+
+def test_a_settled_step_asks_the_driver_for_nothing_and_holds_two_blocks() -> None:
+    model, _ = pair(checkpoints=False)
+    handle = offload.apply(model, weights="host")
+    optimizer = made(model, "backward", 0.0)
+    for number in range(5):
+        train(model, optimizer, number)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()
+    for number in range(3):
+        train(model, optimizer, number)
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_stats()
+    assert after["num_device_alloc"] == before["num_device_alloc"]
+    figures = handle.weights
+    assert figures is not None
+    assert figures.in_bytes == 2 * (BLOCKS - 2) * BLOCK_BYTES
+    # the ring, two blocks, all gradients and a block's activations, less than half of the weights alone
+    assert after["active_bytes.all.peak"] < optimizer.ring_bytes + 2 * BLOCKS * BLOCK_BYTES
+    handle.remove()
+    optimizer.close()
