@@ -123,6 +123,17 @@ def test_trained_weights_stream_as_they_are_beside_int8_ones() -> None:
         assert block.link_bytes == 4 * 2 * WIDTH * WIDTH + 2 * WIDTH * WIDTH + 4 * 2 * WIDTH
 
 
+@pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
+def test_trained_weights_beside_int8_ones_are_stepped_by_the_host(overlap: Any) -> None:
+    model = Model()
+    for layer in model.layers:
+        layer.up.weight.requires_grad_(False)
+    with streamed(model, quantize="int8") as pair:
+        optimizers = pair.with_state_on_host(overlap)
+        pair.train(4, optimizers=optimizers)
+        optimizers[0].close()
+
+
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
