@@ -445,12 +445,7 @@ class StagehandRuntime:
             self.end_step()
         for held, _, _ in [*self._reserved.values()]:
             self.release_reservation(held)
-        self.stream.residency.policy = None  # what returns makes no room
-        try:
-            self.stream.remove()
-        except BaseException:
-            self.stream.residency.policy = self.scheduler
-            raise
+        self.stream.remove()
         self.closed = True
         self._undo.close()
         self._share.end()
