@@ -7,7 +7,9 @@ for there, and it follows the phases that the clients see.
                  `slot_mb` in flight: copies of a direction are first in, first out, so that is what a
                  required one behind them waits for
     suppressed   one prefetch of each client is in flight: the window is 1
-    OPTIMIZER    no saved tensor leaves; it is kept, and nobody waits
+    OPTIMIZER    no saved tensor leaves; it is kept, and nobody waits. The one slot to the device is for a
+                 HybridDeviceOptimizer while it copies; weights and gradients that torch's own steps have the
+                 usual ones
 
 A required copy goes ahead with or without a slot. So does a spill while memory is short: to keep its bytes
 would raise the peak that it is to lower. One invariant: whatever fails in here, the copy is made as without a
@@ -108,13 +110,10 @@ class Conductor(ConductorRuntime):
             return
         if isinstance(engine.copier.admission, Conductor):
             raise ValueError("this engine has a Conductor already; use that one, or shutdown() it first")
-        self._by_hand = False
+        self._by_hand, self._saves_leave, self._said = False, True, Once()
         self._shares: defaultdict[tuple[str, Direction], _Share] = defaultdict(_Share)
-        self._said = Once()
-        self._saves_leave = True
         self._limits = engine.limits.contributor(CLIENT, self)
-        self._client = _EngineClient(self)
-        self._inner = engine.copier.admission
+        self._client, self._inner = _EngineClient(self), engine.copier.admission
         engine.attach(self._client)
         engine.copier.admission, engine.on_phase = self, self._saw
 
@@ -219,6 +218,9 @@ class Conductor(ConductorRuntime):
     ) -> DenialReason | None:
         if share.token is None:
             full = self.transfers.refusal(direction, Priority.REQUIRED)
+            if self.phase is Phase.OPTIMIZER and self._shares["optim", direction].token is None:
+                slots = self.transfers.slots[direction]
+                full = full if self.transfers.in_flight(direction) >= slots else None
             spills = direction is Direction.D2H and client in _SAVE_TENSORS
             return None if full is not None and spills and self._is_short() else full
         if priority is not Priority.SPECULATIVE:

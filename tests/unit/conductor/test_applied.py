@@ -74,6 +74,18 @@ def test_weights_and_activations_at_once_have_the_bits_of_plain_torch(
     assert not conductor._enabled
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_with_memory_enough_every_block_is_found_as_without_a_conductor(frozen: bool) -> None:
+    """Also in torch's own step, which reads weights and gradients that wait on the host. On the simulated
+    device copies run as late as they can, so that everything is in flight for as long as it can be."""
+    with streamed(frozen=frozen, conductor=True) as pair:
+        pair.train(steps=4)
+        figures = pair.handle.weights
+        assert figures is not None
+        assert figures.hits > 0
+        assert figures.misses == 0
+
+
 @pytest.mark.parametrize("bridge", ["v0", "turns"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_bits_are_the_same_where_every_rule_acts(bridge: Any, frozen: bool) -> None:

@@ -196,7 +196,9 @@ def test_in_the_optimizer_weights_prefetch_nothing_beside_its_state_which_uses_b
     assert link.ask("weights", SPECULATIVE) == Denied(DenialReason.H2D_SLOTS_EXHAUSTED)
     assert link.copy("weights", REQUIRED)
     link.arrive()
-    assert link.copy("weights", SPECULATIVE)  # torch's own optimizer reads them: one ahead
+    # torch's own optimizer reads weights and gradients: one ahead of each, with the usual slots
+    assert link.copy("gradients", SPECULATIVE)
+    assert link.copy("weights", SPECULATIVE)
     assert link.ask("weights", SPECULATIVE) == Denied(DenialReason.PHASE_RULE_SUPPRESSED_SPECULATIVE)
     link.arrive()
     enter(link, Phase.STEP_END)
