@@ -65,7 +65,7 @@ __all__ = ["GradientStream"]
 logger = speaker(__name__)
 
 _WINDOW_SHARE = 16
-"""Of all gradients' bytes, or the two largest: on the device at once."""
+"""Of all gradients' bytes on the device at once, or the three largest: one goes, one is used, one comes."""
 
 
 class GradientStream(Client):
@@ -90,7 +90,7 @@ class GradientStream(Client):
         trained = [each for each in self.gradients if each.owner is not None and each.owner.requires_grad]
         total = sum(gradient.nbytes for gradient in trained)
         check_budget(engine.arena, total, f"the gradients of {self._model_name}", "leave gradients= out")
-        window = max(sum(sizes[-2:]), sum(sizes) // _WINDOW_SHARE)
+        window = max(sum(sizes[-3:]), sum(sizes) // _WINDOW_SHARE)
         self.blocks = [gradient.block for gradient in self.gradients]
         self.residency = Residency(engine, self.name, self.blocks, window)
         self.order = Order()
@@ -274,8 +274,8 @@ class GradientStream(Client):
         block = gradient.block
         is_new = self.order.note(Use(block.index, during))
         if not block.present:
-            self._trim()
-            self.residency.make_room(block, self._leaving(), self.order.coming())
+            self._trim(block.nbytes)
+            self.residency.make_room(block, self._going_indices, self.order.coming())
             self.figures.misses += 1
         self.residency.use(block, self.order.coming())
         block.entered += 1
@@ -284,21 +284,22 @@ class GradientStream(Client):
         if is_new:
             self._fetch_ahead((block.index,))
 
-    def _leaving(self) -> set[int]:
-        """Those whose memory compute would have to wait for."""
-        poll = self._device.poll
-        return {block.index for block in self._going if block.left is not None and not poll(block.left)}
+    @property
+    def _going_indices(self) -> set[int]:
+        return {block.index for block in self._going}
 
     def _fetch_ahead(self, stay: Collection[int]) -> None:
-        """Fetch what comes next, as long as there is room that nobody uses."""
+        """Fetch what comes next, as long as there is room that nothing on its way out has."""
         if all(block.present or not block.weights for block in self.blocks):
             return
         self._trim()
-        seen = {*stay, *self._leaving()}
+        seen = {*stay, *self._going_indices}
         for index in self.order.coming():
             block = self.blocks[index]
-            if index in seen or not block.weights:
+            if index in seen:
                 continue
+            if not block.weights:  # one is about to be made, in the room that there is
+                return
             seen.add(index)
             if not block.present and not (
                 self.residency.make_room(block, seen, self.order.coming())
@@ -306,17 +307,18 @@ class GradientStream(Client):
             ):
                 return
 
-    def _trim(self) -> None:
-        """Give back the memory of what has gone, all but that of the last, which the loop may use again.
-        Where more is on the device than the window allows, compute waits for what has gone first. Order:
-        [Order: weights gone]."""
-        residency, going = self.residency, self._going
+    def _trim(self, coming_bytes: int = 0) -> None:
+        """Give back the memory of what has gone, all but that of the last, which the loop may use again. Half
+        of the window is for what goes, however far the host is ahead of the device: where more does, compute
+        waits for what has gone first. Order: [Order: weights gone]."""
+        residency, going, window = self.residency, self._going, self.residency.window_bytes
         while going:
             block = going[0]
-            over = residency.present_bytes > residency.window_bytes and not self.reduced_later
-            if block.present and not block.entered and not over:
+            if block.present and not block.entered:
+                here, leave = residency.present_bytes, sum(each.nbytes for each in going if each.present)
+                is_full = here + coming_bytes > window or (2 * leave > window and len(going) > 1)
                 has_gone = block.left is None or self._device.poll(block.left)
-                if not has_gone or len(going) == 1:
+                if not (is_full and not self.reduced_later) and (not has_gone or len(going) == 1):
                     return
             going.popleft()
             if block.may_leave and block not in going:

@@ -147,8 +147,10 @@ class StreamedGradient(StreamedWeight):
 
     @classmethod
     def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if func in _ASKED_BY_COLLECTIVES and sys._getframe(2).f_globals.get("__name__") == _COLLECTIVES:
-            cls.stay(args[0])
+        asks = sys._getframe(2).f_globals if func in _ASKED_BY_COLLECTIVES else {}
+        if _COLLECTIVES in (getattr(func, "__module__", ""), asks.get("__name__")):
+            for tensor in watched_in((args, kwargs), cls):
+                cls.stay(tensor)
             return func(*args, **kwargs)
         return super().touch(func, args, kwargs)
 

@@ -1,0 +1,93 @@
+"""What each rank runs for test_gradient_ranks.py: gradients on the host where ranks reduce them, beside the
+same without."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import offload
+from offload import OffloadConfig, PipelineOffloadManager, configure
+from tests.inside import gradients_of, streams_from
+from tests.unit.weights.streamed import ROWS, WIDTH, Model, squares
+
+Build = Callable[[nn.Module], tuple[Any, Any]]
+
+
+def around(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
+    """Applied to what DDP has, or will have."""
+    handle = offload.apply(model, gradients="host")
+    return DistributedDataParallel(model, **options), handle
+
+
+def outside(model: nn.Module) -> tuple[nn.Module, Any]:
+    replicas = DistributedDataParallel(model)
+    return replicas, offload.apply(replicas, gradients="host")
+
+
+def streamed(model: nn.Module) -> tuple[nn.Module, Any]:
+    replicas = DistributedDataParallel(model)
+    return replicas, offload.apply(model, weights="host")
+
+
+BUILDS: dict[str, Build] = {
+    "applied first": lambda model: around(model),
+    "applied to it": outside,
+    "weights, too": streamed,
+    "bucket views": lambda model: around(model, gradient_as_bucket_view=True),
+}
+
+
+def reduced_by_hand(model: nn.Module) -> tuple[nn.Module, Any]:
+    return model, offload.apply(model, gradients="host")
+
+
+def trained(rank: int, model: Any, *, by_hand: bool) -> list[torch.Tensor]:
+    """Norms, gradients and weights of two steps of three microbatches, of which the last is reduced."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for step in range(2):
+        for number in range(3):
+            x = torch.randn(
+                ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * number + rank)
+            )
+            with nullcontext() if by_hand or number == 2 else model.no_sync():
+                squares(model, x).backward()
+        for parameter in model.parameters() if by_hand else ():
+            dist.all_reduce(parameter.grad)
+        found.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        found += [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+def rank_main(rank: int, world: int) -> dict[str, Any]:
+    cases: dict[str, Any] = {}
+    for name, build in [*BUILDS.items(), ("by hand", reduced_by_hand)]:
+        torch.manual_seed(0)
+        model, by_hand = Model(), name == "by hand"
+        plain: Any = copy.deepcopy(model)
+        if not by_hand:
+            plain = DistributedDataParallel(plain, gradient_as_bucket_view=name == "bucket views")
+        expected = trained(rank, plain, by_hand=by_hand)
+        configure(OffloadConfig(min_offloaded_tensor_size=1), device="sim")
+        with streams_from(WIDTH * WIDTH):
+            whole, handle = build(model)
+            found = trained(rank, whole, by_hand=by_hand)
+            cases[name] = {
+                "bitwise": len(found) == len(expected) and all(map(torch.equal, found, expected)),
+                "out_bytes": handle.gradients.out_bytes,
+                "host_bytes": handle.gradients.host_bytes,
+                "present_bytes": gradients_of(handle).residency.present_bytes,
+            }
+            handle.remove()
+        PipelineOffloadManager.close_instance()
+    return cases

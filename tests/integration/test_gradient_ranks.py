@@ -1,0 +1,26 @@
+"""Gradients on the host under DistributedDataParallel, and reduced by hand. Two gloo ranks run all cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.integration.gradient_ranks import BUILDS, rank_main
+from tests.once import run_ranks_once
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks_once(tmp_path_factory, "gradient-ranks", rank_main, 2)
+
+
+@pytest.mark.parametrize("name", [*BUILDS, "by hand"])
+def test_the_whole_sum_of_the_microbatches_is_reduced(two_ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in two_ranks:
+        case = rank[name]
+        assert case["bitwise"]
+        if name == "bucket views":  # once they are reduced, their memory is the buckets'
+            assert case["out_bytes"] == 2 * case["host_bytes"]
+        else:
+            assert case["out_bytes"] >= 3 * case["host_bytes"]
