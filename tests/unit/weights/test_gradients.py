@@ -475,7 +475,7 @@ def test_parameters_that_are_frozen_trained_replaced_and_converted() -> None:
         both(pair, lambda model: setattr(model.layers[1], "up", copy.deepcopy(new)))
         both(pair, lambda model: setattr(model.layers[4].up, "weight", copy.deepcopy(new.weight)))
         backward(pair)
-        assert away(pair) >= 9
+        assert away(pair) >= 8
         for dtype in (torch.float64, torch.bfloat16, torch.float32):
             both(pair, lambda model, dtype=dtype: model.to(dtype))
             pair.check_gradients()

@@ -1,0 +1,147 @@
+"""Gradients that wait on the host, on a GPU: bits, memory, copies beside the backward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload
+from offload import HybridDeviceOptimizer, OffloadConfig
+from tests.gpu.test_weights import ROWS, WIDTH, Model, adam, pair
+from tests.inside import gradients_of, streams_from
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_allocator")]
+
+MICROBATCHES = 4
+
+
+@pytest.fixture(autouse=True)
+def engine_of_the_gpu() -> Iterator[None]:
+    offload.configure(OffloadConfig(), device="cuda")
+    with streams_from(1 << 16):
+        yield
+
+
+def backward(model: nn.Module, number: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(number)
+    x = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16, generator=generator)
+    model(x.requires_grad_()).float().square().mean().backward()
+
+
+def step(
+    model: nn.Module, number: int, optimizer: torch.optim.Optimizer, foreach: bool | None
+) -> list[Tensor]:
+    for microbatch in range(MICROBATCHES):
+        backward(model, MICROBATCHES * number + microbatch)
+    found = [nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=foreach)]
+    optimizer.step()
+    found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("checkpoints", [None, False, True])
+@pytest.mark.parametrize("weights", [None, "host"])
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": False}])
+def test_steps_have_the_bits_of_plain_torch(
+    weights: str | None, checkpoints: bool | None, options: dict[str, bool]
+) -> None:
+    model, plain = pair(checkpoints=checkpoints)
+    handle = offload.apply(model, gradients="host", weights=weights)
+    ours, its = (adam(each, **options) for each in (model, plain))
+    for number in range(4):
+        foreach = options.get("foreach")
+        for mine, other in zip(
+            step(model, number, ours, foreach), step(plain, number, its, foreach), strict=True
+        ):
+            assert torch.equal(mine, other)
+    handle.remove()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
+@pytest.mark.parametrize("share", [None, 1.0])
+def test_the_hybrid_optimizer_steps_them(overlap: Any, share: float | None) -> None:
+    model, plain = pair()
+    handle = offload.apply(model, gradients="host")
+    optimizers = [
+        HybridDeviceOptimizer(
+            each.parameters(),
+            offload_fraction=1.0,
+            param_update_in_fp32=True,
+            overlap=overlap,
+            model=each,
+            cpu_share=share,
+        )
+        for each in (model, plain)
+    ]
+    for number in range(3):
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            for microbatch in range(MICROBATCHES):
+                optimizer.last_microbatch = microbatch == MICROBATCHES - 1
+                backward(each, MICROBATCHES * number + microbatch)
+            optimizer.step()
+            optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.synchronize_parameters()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    for optimizer in optimizers:
+        optimizer.close()
+    handle.remove()
+
+
+def test_between_backwards_the_device_has_a_window_of_them() -> None:
+    model: Model
+    model, _ = pair()
+    handle = offload.apply(model, gradients="host")
+    backward(model, 0)
+    model.zero_grad()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["active_bytes.all.current"]
+    for number in range(MICROBATCHES):
+        backward(model, number)
+    torch.cuda.synchronize()
+    figures = gradients_of(handle).figures
+    held = torch.cuda.memory_stats()["active_bytes.all.current"] - before
+    small = sum(p.numel() * p.element_size() for p in model.parameters() if p.numel() < 1 << 16)
+    assert held <= figures.window_bytes + small + (1 << 20)
+    assert figures.window_bytes < figures.host_bytes / 3
+    handle.remove()
+
+
+def test_in_a_settled_step_all_but_the_first_were_fetched_ahead() -> None:
+    model, _ = pair()
+    handle = offload.apply(model, gradients="host")
+    optimizer = adam(model, fused=True)
+    figures = gradients_of(handle).figures
+    for number in range(6):
+        before = figures.misses
+        step(model, number, optimizer, None)
+    assert figures.misses - before <= 8  # at the turns from one pass over them to another
+    handle.remove()
+
+
+def test_a_write_on_the_device_races_with_no_copy() -> None:
+    """The gradient that was sent last is scaled while it is still on its way out, behind a slow kernel."""
+    model, plain = pair()
+    handle = offload.apply(model, gradients="host")
+    for number in range(3):
+        for each in (model, plain):
+            backward(each, number)
+            torch.cuda._sleep(10_000_000)
+            for parameter in each.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.5)
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        assert its.grad is not None
+        assert torch.equal(mine.grad, its.grad)
+    assert copy.deepcopy(model.embed.weight.grad).device.type == "cuda"
+    handle.remove()
