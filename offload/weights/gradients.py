@@ -46,7 +46,6 @@ from offload.device import Lane
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError
 from offload.params.sections import check_budget
-from offload.params.watched import Watched
 from offload.telemetry.records import ClientStats
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.admission import Priority
@@ -231,10 +230,10 @@ class GradientStream(Client):
             block.readers[id(lane)] = lane
         elif tensor is None or not may_leave(tensor, self._device):
             return
-        elif isinstance(gradient.owner, Watched) and not gradient.owner.comes_and_goes:
-            return  # an optimizer has taken it, in the backward
         elif not has_own_storage(tensor):
-            self._say_shared(gradient)
+            # else an optimizer has taken it in the backward, or a hook has a view of it
+            if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+                self._say_shared(gradient)
             return
         else:
             self._retire(gradient)
@@ -406,7 +405,7 @@ class GradientStream(Client):
             logger.warning(
                 "the gradient of %s shares its memory with something else, and stays on the device, as do "
                 "others that do so: buckets of DistributedDataParallel (give it "
-                "gradient_as_bucket_view=False), another parameter's gradient, or a tensor made in a hook",
+                "gradient_as_bucket_view=False), or another parameter's gradient",
                 gradient.name,
             )
 
