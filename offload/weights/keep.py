@@ -38,13 +38,11 @@ class Plan(NamedTuple):
 
 def least_window(sizes: Sequence[Size]) -> int:
     """Bytes of a block that computes and one that arrives, or of INT8 weights beside their elements."""
-    pairs = [
-        one.used + other.arriving
-        for at, one in enumerate(sizes)
-        for to, other in enumerate(sizes)
-        if at != to or one.arriving < one.used
-    ]
-    return max(pairs, default=sizes[0].used)
+    largest = sorted(range(len(sizes)), key=lambda at: -sizes[at].arriving)[:2]
+    return max(
+        used + max(arriving if arriving < used else 0, *(sizes[to].arriving for to in largest if to != at), 0)
+        for at, (used, arriving) in enumerate(sizes)
+    )
 
 
 def first_plan(sizes: Sequence[Size], limit_bytes: int) -> Plan:

@@ -380,7 +380,7 @@ class WeightStream(Client):
 
     @property
     def _int8_bytes(self) -> int:
-        return sum(weight.link_bytes for weight in self.int8_weights())
+        return sum(block.link_bytes - block.nbytes + block.expanded_bytes for block in self.blocks)
 
     def _resized(self, block: BlockWeights) -> None:
         self._sizes[block.index] = Size(block.nbytes, block.link_bytes)
