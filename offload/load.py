@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from offload.client import Client
 from offload.errors import WeightFileError
 from offload.params.watched import Watched
 from offload.process import existing_manager
 from offload.weights.files import Stored, TensorSource, stored_tensors
+from offload.weights.gradients import GradientStream
 from offload.weights.stream import WeightStream
 from offload.weights.watched import StreamedWeight, owner_of
 from offload.weights.weight import give_memory, written
@@ -84,6 +86,9 @@ def load_weights(
     with torch.inference_mode(False), torch.no_grad():
         for target, value in itertools.chain(_fitting(stored, targets), buffers):
             _place(target, value.to(target.dtype), streams.get(id(target)))
+    for client in _clients():
+        if isinstance(client, GradientStream):
+            client.values_came()
     return loaded
 
 
@@ -161,11 +166,15 @@ def _check_can_be_filled(name: str, target: Tensor) -> None:
         )
 
 
+def _clients() -> list[Client]:
+    manager = existing_manager()
+    return [] if manager is None else manager.engine.clients
+
+
 def _streams() -> dict[int, WeightStream]:
     """By the id of a tensor: what `apply(weights=...)` made of its model."""
-    manager = existing_manager()
     found: dict[int, WeightStream] = {}
-    for client in [] if manager is None else manager.engine.clients:
+    for client in _clients():
         if isinstance(client, WeightStream) and (model := client.model()) is not None:
             found.update((id(tensor), client) for tensor in (*model.parameters(), *model.buffers()))
     return found

@@ -131,6 +131,12 @@ class GradientStream(Client):
         self.figures.host_bytes = sum(gradient.nbytes for gradient in self._handles)
         self.figures.count = len(self._handles)
 
+    def values_came(self) -> None:
+        """Parameters that were on meta may be followed, before somebody else has hooks on them. Blocks the
+        host for pinning."""
+        with self._lock:
+            self._hook_trained()
+
     # -- forwards of the model, as HookPair calls ------------------------------------------------------------
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with self._lock:

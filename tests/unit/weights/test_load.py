@@ -152,7 +152,7 @@ def test_one_tensor_at_a_time_is_in_memory_twice_and_no_weight_reaches_the_devic
             return value
 
     model = on_meta()
-    handle = offload.apply(model, weights="host")
+    handle = offload.apply(model, weights="host", gradients="device")
     lent = default_manager().engine.arena.lent_bytes
     offload.load_weights(model, Source())
     assert (len(most), max(most)) == (len(given), 2)  # the next is read while the last goes
@@ -556,3 +556,28 @@ def test_a_model_that_is_applied_again_shares_its_memory_with_nobody(
         plain(torch.randn(ROWS, WIDTH)).sum().backward()
         handle.remove()
     assert "share their memory" not in caplog.text
+
+
+@pytest.mark.parametrize("overlap", ["step", "backward"])
+def test_a_hybrid_optimizer_steps_what_was_loaded(plain: Whole, folder: Path, overlap: Any) -> None:
+    """Its hooks came before those of the gradients, which a parameter on meta may not have: HazardError."""
+    model = on_meta()
+    handle = offload.apply(model, weights="host")
+    offload.load_weights(model, folder)
+    trained = [*model.layers.parameters()]
+    engine = default_manager().engine
+    ours = offload.HybridDeviceOptimizer(
+        trained, offload_fraction=1.0, lr=1e-2, overlap=overlap, model=model, engine=engine
+    )
+    its = adam(plain.layers)
+    for seed in range(4):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+        for each, optimizer in ((model, ours), (plain, its)):
+            each(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            each.zero_grad()
+    for mine, other in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    ours.close()
+    handle.remove()
