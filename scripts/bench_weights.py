@@ -36,7 +36,7 @@ import torch  # noqa: E402
 from bench.run import NEEDS_GPU, hardware  # noqa: E402
 from bench.weights import HEADER, Shape, line  # noqa: E402
 
-WORKS = {work: f"bench.weights_{work}" for work in ("lora", "int8", "70b", "full", "gradients")}
+WORKS = {work: f"bench.weights_{work}" for work in ("lora", "int8", "70b", "full", "gradients", "experts")}
 """Each has ROWS and run_row(options); HEADER and line(row, nothing), too, where its columns are others; and
 DEFAULTS of options, where they are others."""
 
@@ -51,6 +51,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=Shape.layers, help="(%(default)s)")
     parser.add_argument("--samples", type=int, default=10, help="timed steps a row (%(default)s)")
     parser.add_argument("--warmup", type=int, default=6, help="steps before them (%(default)s)")
+    parser.add_argument("--zipf", type=float, default=1.0, help="exponent of --work experts (%(default)s)")
     parser.add_argument("--out", metavar="FILE", type=Path, help="write every figure as JSON")
     parser.add_argument("--tiny", action="store_true", help="tiny blocks on the simulated device")
     parser.add_argument("--row", help=argparse.SUPPRESS)

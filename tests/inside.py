@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from offload.apply import Applied
+from offload.device.sim import SimDevice
 from offload.disk.worker import Worker
 from offload.engine import OffloadEngine
 from offload.memory.arena import Block
@@ -16,6 +17,7 @@ from offload.transfer import engine as transfers
 from offload.transfer.copier import CopyWatcher
 from offload.transfer.limits import CONFIG, DEFAULT, PLAN, Cap, Contributor
 from offload.weights import choose
+from offload.weights.experts import ExpertWeight
 from offload.weights.gradients import GradientStream
 from offload.weights.stream import WeightStream
 
@@ -59,6 +61,16 @@ def streaming_of(handle: Applied) -> WeightStream:
     return handle._stream
 
 
+def leave_out(device: SimDevice, title: str | None) -> None:
+    """From here on the device does nothing for waits of this title."""
+    device._without = frozenset(() if title is None else {title})
+
+
+def by_expert(handle: Applied) -> list[ExpertWeight]:
+    """The weights of a handle that stream by the expert."""
+    return streaming_of(handle).experts.weights
+
+
 def gradients_of(handle: Applied) -> GradientStream:
     """What keeps the gradients of a handle on the host."""
     assert handle._gradients is not None
@@ -72,6 +84,6 @@ def watchers_of(engine: OffloadEngine) -> tuple[CopyWatcher, ...]:
 
 @contextmanager
 def streams_from(numel: int) -> Iterator[None]:
-    """Inside, parameters of so many elements stream."""
-    with patch.object(choose, "LEAST_NUMEL", numel):
+    """Inside, parameters of so many elements stream, and experts of any size."""
+    with patch.object(choose, "LEAST_NUMEL", numel), patch.object(choose, "LEAST_EXPERT_BYTES", 1):
         yield

@@ -22,6 +22,9 @@ __all__ = ["LEAST_NUMEL", "Choice", "choose", "choose_gradients", "quantize"]
 LEAST_NUMEL = 1 << 20
 """Elements: a smaller parameter of a block is resident. Norms and biases are many copies and few bytes."""
 
+LEAST_EXPERT_BYTES = 1 << 20
+"""Of one expert's matrix: smaller ones come with their block, because a copy of each costs the host more."""
+
 
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 
@@ -105,7 +108,9 @@ def choose(
                 if reason:
                     choice.keep(reason, parameter)
                 else:
-                    choice.blocks.setdefault(name, []).append(Weight(parameter, full, module, attribute))
+                    weight = Weight(parameter, full, module, attribute)
+                    weight.uses = set() if _may_be_experts(module, parameter) else None
+                    choice.blocks.setdefault(name, []).append(weight)
     for parameter in model.parameters():
         if id(parameter) not in inside:
             choice.keep("outside of the blocks", parameter)
@@ -118,6 +123,15 @@ def choose(
     return choice
 
 
+def _may_be_experts(module: nn.Module, parameter: Tensor) -> bool:
+    """Whether it is some matrices, one after the other, of a module that is none of torch's."""
+    if parameter.dim() != 3 or type(module).__module__.startswith("torch.nn"):
+        return False
+    nbytes = parameter.stride(0) * parameter.element_size()
+    is_first = parameter.stride(0) * parameter.shape[0] == parameter.numel()
+    return parameter.shape[0] > 1 and is_first and nbytes >= LEAST_EXPERT_BYTES
+
+
 def quantize(choice: Choice, model: nn.Module) -> None:
     """Frozen weights of two dimensions, and of three, which are experts', are INT8 from here on. Raises
     ValueError where there are none."""
@@ -127,6 +141,7 @@ def quantize(choice: Choice, model: nn.Module) -> None:
         weight.int8 = not parameter.requires_grad and parameter.dim() in (2, 3) and parameter.dtype in _FLOATS
         if isinstance(weight.module(), _ConvNd) or weight.link_bytes >= weight.nbytes:
             weight.int8 = False  # no expert's, or rows that are shorter than their scale
+        weight.uses = None if weight.int8 else weight.uses
     if not any(weight.int8 for weight in weights):
         raise ValueError(
             f"apply(quantize=...) finds no frozen weight of 2 or 3 dimensions among the {len(weights)} that "

@@ -65,6 +65,9 @@ class WeightFigures:
     | in_bytes, out_bytes | of the last step, to the device and to the host | bytes |
     | stall_ms | of the step before it: compute waited for weights | ms |
     | hits, misses | uses in the last step that found their block there or on its way, and that did not | |
+    | expert_weights | that stream by the expert | |
+    | expert_hits, expert_misses | as hits and misses, of single experts of those weights | |
+    | counts_ms | in the last step, the host waited for the numbers of rows of experts | ms |
     | steps | that have ended with a use | |
     | compute_ms | of the step that was measured, without waits | ms |
     | next_gb_ms | what a GB more of weights= would take off a step, by calculation | ms |
@@ -82,6 +85,10 @@ class WeightFigures:
     stall_ms: float = 0.0
     hits: int = 0
     misses: int = 0
+    expert_weights: int = 0
+    expert_hits: int = 0
+    expert_misses: int = 0
+    counts_ms: float = 0.0
     steps: int = 0
     compute_ms: float | None = None
     next_gb_ms: float | None = None
@@ -116,6 +123,12 @@ class WeightFigures:
             f"host; {self.hits:,} uses found their block there or on its way, {self.misses:,} did not; "
             f"compute waited {self.stall_ms:,.1f} ms in the step before"
         )
+        if self.expert_weights:
+            lines.append(
+                f"  {self.expert_weights} weights stream by the expert: {self.expert_hits:,} uses of experts "
+                f"found them, {self.expert_misses:,} did not; the host waited {self.counts_ms:,.1f} ms for "
+                "their numbers of rows"
+            )
         if self.compute_ms is not None:
             gain = "nothing" if not self.next_gb_ms else f"{self.next_gb_ms:,.1f} ms"
             lines.append(

@@ -32,9 +32,12 @@ class BlockCalls:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Close:
         frame: FrameType | None = sys._getframe()
+        self._block.compiled = False
         while frame is not None:
             if frame.f_code.co_name in _COMPILED and frame.f_code.co_filename.endswith(_IN_DYNAMO):
-                _refuse_config(getattr(frame.f_locals.get("self"), "compiler_config", None), self._block.name)
+                run = frame.f_locals.get("self")
+                self._block.compiled |= type(run).__name__ == "OptimizeContext"
+                _refuse_config(getattr(run, "compiler_config", None), self._block.name)
             frame = frame.f_back
         return self._stream.enter(self._block, args, kwargs)
 

@@ -277,6 +277,8 @@ class Parameters:
         """A view of the newest bytes on the CPU. Blocks the host for a copy that is still to come."""
         weight.await_step()
         self.take_host_writes(weight.block)
+        if weight.experts is not None:
+            weight.experts.flush()
         self._residency.flush((weight.block,))
         return weight.on_host()
 
@@ -288,6 +290,8 @@ class Parameters:
         for weight in written:
             weight.dirty = False
             weight.writes += 1
+            if weight.experts is not None:
+                weight.experts.forget()
         if block.present:
             self._residency.drop(block)
         torch.autograd.graph.increment_version([weight.parameter for weight in written])
@@ -370,6 +374,8 @@ class Parameters:
     def _forget(self, weight: Weight, what: str) -> None:
         """The weight's storage is to be another one. Raises OffloadError inside a forward of its block. what:
         happens, for the message."""
+        if weight.experts is not None:
+            weight.experts.end()
         block = weight.block
         if block.entered:
             raise OffloadError(f"{what} inside a forward of {block.name}, which uses it; do it outside")
@@ -400,18 +406,22 @@ def _module_is_gone(engine: OffloadEngine, weight: Weight) -> None:
     block = weight.block
     if weight not in block.weights:
         return  # `give_back` was first
-    engine.hooks.streamed.pop(weight.storage._cdata, None)
-    close_behind(engine, weight)
+    parts = [] if weight.experts is None else weight.experts.parts
+    for each in (weight, *(part.weights[0] for part in parts)):
+        engine.hooks.streamed.pop(each.storage._cdata, None)
+    close_behind(engine, weight, parts)
     block.weights.remove(weight)
     block.staged = [each for each in block.staged if each[0] is not weight]
 
 
-def close_behind(engine: OffloadEngine, weight: Weight) -> None:
-    """Give its host memory back behind its copies in flight. Takes no lock."""
-    device, block = engine.device, weight.block
-    if block.arrived is not None:
-        device.wait(device.d2h, block.arrived, "weights home")
+def close_behind(engine: OffloadEngine, weight: Weight, parts: Sequence[BlockWeights] = ()) -> None:
+    """Give its host memory back behind its copies in flight, and those of its parts. Takes no lock."""
+    device, blocks = engine.device, (weight.block, *parts)
+    for block in blocks:
+        if block.arrived is not None:
+            device.wait(device.d2h, block.arrived, "weights home")
     after = device.record(device.d2h)
-    if block.present and block.home is not None:
-        device.wait(block.home, after, "weights gone")
+    for block in blocks:
+        if block.present and block.home is not None:
+            device.wait(block.home, after, "weights gone")
     weight.close_later(after)

@@ -49,24 +49,32 @@ def open_saves(hooks: SavedTensorHooks) -> tuple[Close, bool]:
     return None, not torch.is_grad_enabled()
 
 
-def pack(tensor: Tensor, *, weight: Weight, use: Callable[[Weight], None]) -> _WeightSave | None:
-    """What to keep of a tensor over the weight's storage; None for one that is not its plain elements. use:
-    has the weight's block on the device, for the current lane."""
+def pack(
+    tensor: Tensor, *, weight: Weight, use: Callable[[Weight], None], expert: int | None = None
+) -> _WeightSave | None:
+    """What to keep of a tensor over the weight's storage, or over that of one of its experts; None for one
+    that is not its plain elements. use: has the weight's block on the device, for the current lane."""
     plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
-    return _WeightSave(tensor, weight, use) if plain else None
+    return _WeightSave(tensor, weight, use, expert) if plain else None
 
 
 class _WeightSave:
     """A save."""
 
-    __slots__ = ("_dtype", "_generation", "_layout", "_use", "_version", "_weight")
+    __slots__ = ("_by_expert", "_dtype", "_expert", "_generation", "_layout", "_use", "_version", "_weight")
 
-    def __init__(self, tensor: Tensor, weight: Weight, use: Callable[[Weight], None]) -> None:
+    def __init__(
+        self, tensor: Tensor, weight: Weight, use: Callable[[Weight], None], expert: int | None
+    ) -> None:
         self._weight = weight
         self._use = use
         self._dtype = tensor.dtype
         self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
-        self._version = tensor._version
+        self._expert = expert
+        # saved by a Function of the user's, which goes through the weight's class; not inside torch's own
+        self._by_expert = weight.experts is not None and not (weight.block.entered or tensor.requires_grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._version = weight.parameter._version
         self._generation = weight.generation
 
     def read(self) -> Tensor:
@@ -84,11 +92,18 @@ class _WeightSave:
             found = weight.parameter._version
         if found != self._version:
             raise modified(self._dtype, self._layout[1], found, self._version)
+        if (experts := weight.experts) is not None and self._expert is not None:
+            storage = experts.read(self._expert).untyped_storage()
+            return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._layout)
+        view = experts.view_like((self._dtype, *self._layout)) if experts and self._by_expert else None
+        if view is not None:
+            return view
         with torch._C.DisableTorchFunctionSubclass():
             alias = weight.parameter.detach()  # so that no other thread's use takes the bytes away meanwhile
         self._use(weight)
-        storage = alias.untyped_storage()
-        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._layout)
+        storage, (offset, *rest) = alias.untyped_storage(), self._layout
+        offset += (self._expert or 0) * (weight.nbytes // weight.parameter.shape[0]) // self._dtype.itemsize
+        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, offset, *rest)
 
 
 class CopiedSave:

@@ -32,6 +32,7 @@ from offload.telemetry.speaker import Once, speaker
 from offload.transfer.admission import Priority
 from offload.transfer.stalls import Stall, total_ms
 from offload.weights.choose import Choice
+from offload.weights.experts import Experts
 from offload.weights.figures import WeightFigures
 from offload.weights.hooks import HostState, refuse_without_values
 from offload.weights.keep import Plan, Size, best_plans, first_plan, least_window
@@ -42,7 +43,7 @@ from offload.weights.policy import Policy
 from offload.weights.residency import Residency
 from offload.weights.saves import open_saves
 from offload.weights.watched import make_plain, watch
-from offload.weights.weight import BlockWeights, Close, Weight, is_alone, written
+from offload.weights.weight import BlockWeights, Close, Weight, in_backward, is_alone, written
 
 __all__ = ["WeightStream"]
 
@@ -93,11 +94,12 @@ class WeightStream(Client):
                 f"arrives, which takes {bytes_text(least)} together; give at least that, or "
                 'weights="host" for no more than that'
             )
+        self.residency = Residency(engine, self.name, self.blocks, least, policy)
+        self.experts = Experts(self.residency, engine, self._begin, self._use_saved)
         what = f"the streamed weights of {self.model_name}"
         check_budget(engine.arena, self._host_bytes, what, "name fewer blocks")
         self._asked_bytes = limit_bytes or (0 if policy is None else 1 << 62)
         self.limit_bytes = max(self._asked_bytes, least)
-        self.residency = Residency(engine, self.name, self.blocks, least, policy)
         self.order = Order()
         self.figures = WeightFigures(
             blocks=len(self.blocks),
@@ -136,7 +138,11 @@ class WeightStream(Client):
     def fill(self, tensor: Tensor, value: Tensor) -> None:
         """A streamed weight, or another tensor of the model that is on meta, has these values from here on.
         value: on the CPU, of its shape and dtype. Blocks the host. Raises HostBudgetError."""
-        streamed = {id(weight.parameter): weight for block in self.blocks for weight in block.weights}
+        weights = [
+            *(each.weight for each in self.experts.weights),
+            *(each for block in self.blocks for each in block.weights),
+        ]
+        streamed = {id(weight.parameter): weight for weight in weights}
         with self._lock:
             if (weight := streamed.get(id(tensor))) is not None:
                 self._parameters.fill(weight, value)
@@ -151,11 +157,21 @@ class WeightStream(Client):
             self._used(block, during, block.weights)
             block.entered += 1
             for weight in block.weights:
-                make_plain(weight.parameter)
+                if weight.uses is None or not self._may_learn(block, weight):
+                    make_plain(weight.parameter)
+            with _outside_transforms():
+                for each in self.experts.weights:
+                    if each.parent is block:
+                        each.fetch_ahead()
             if self._measured.tokens is None:
                 self._measured.look_at((*args, *kwargs.values()))
         self._say_casts(block)
         return self._open_pair((block,))
+
+    def _may_learn(self, block: BlockWeights, weight: Weight) -> bool:
+        """Whether a weight's class may watch in the forward that begins. A recompute's saves are plain."""
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        return not (block.compiled or transformed or in_backward() or weight.parameter.requires_grad)
 
     def _open_pair(self, blocks: Collection[BlockWeights]) -> Close:
         """As `open_saves`; where torch admits no saved-tensor hooks the blocks stay, which is said once."""
@@ -207,26 +223,39 @@ class WeightStream(Client):
             watch(weight.parameter, weight)
         for weight in found:
             self.wrote(weight)
+        if block.index < 0:
+            if block.may_leave:
+                self.residency.drop(block)
+        elif not torch.is_grad_enabled():  # an evaluation ends no step
+            self._learn((block,))
 
-    def _used(self, block: BlockWeights, during: Pass, weights: Sequence[Weight]) -> None:
-        """The current lane is about to use these weights of the block; in a backward, whatever `during` says.
-        Blocks the host for a step of them that is not issued."""
+    def _begin(self, block: BlockWeights) -> None:
+        """Before its weights are used. Raises CaptureError."""
         if self._device.is_capturing():
             raise CaptureError(
                 f"a CUDA graph is captured over {block.name}, whose weights are on the host and come "
                 "to other addresses each time; capture what is outside of the streamed blocks, or leave "
                 "weights= out"
             )
-        if torch._C._current_graph_task_id() != -1:
-            during = Pass.BACKWARD
+        with _outside_transforms():
+            self._parameters.take_host_writes(block)
+
+    def _used(self, block: BlockWeights, during: Pass, weights: Sequence[Weight]) -> None:
+        """The current lane is about to use these weights of the block; in a backward, whatever `during` says.
+        Blocks the host for a step of them that is not issued."""
+        self._begin(block)
         for weight in weights:
             weight.await_step()
+        if block.index < 0:
+            self.experts.use_whole(block)
+            return
+        if in_backward():
+            during = Pass.BACKWARD
         if (sees := self._engine.on_phase) is not None and during in _PHASES:
             sees(_PHASES[during])
         use = Use(block.index, during)
         is_new = self.order.note(use)
         with _outside_transforms():
-            self._parameters.take_host_writes(block)
             before = self._measured.before_use() if is_new else None
             found = self.residency.use(block, self.order.coming(), weights)
             if not is_new:
@@ -295,7 +324,8 @@ class WeightStream(Client):
         try:
             with self._lock:
                 for block, used in blocks.items():
-                    self._used(block, Pass.OUTSIDE, used)
+                    if not block.entered or any(weight.uses is None for weight in used):
+                        self._used(block, Pass.OUTSIDE, used)
                     block.entered += 1
                     held.append(block)
             close = self._open_pair(blocks)
@@ -318,6 +348,8 @@ class WeightStream(Client):
         with torch._C.DisableTorchFunctionSubclass():
             weight.version = weight.parameter._version
             self._device.note_write(self._device.compute, weight.parameter)
+        if weight.experts is not None:
+            weight.experts.forget()
 
     def set_data(self, weight: Weight, value: Tensor) -> None:
         """As Holder. Raises OffloadError for an INT8 weight, unless it is only converted to another dtype."""
@@ -373,7 +405,7 @@ class WeightStream(Client):
 
     @property
     def _host_bytes(self) -> int:
-        return sum(size.arriving for size in self._sizes)
+        return sum(size.arriving for size in self._sizes) + self.experts.nbytes
 
     def int8_weights(self) -> list[Weight]:
         return [weight for block in self.blocks for weight in block.weights if weight.int8]
@@ -385,12 +417,23 @@ class WeightStream(Client):
     def _resized(self, block: BlockWeights) -> None:
         self._sizes[block.index] = Size(block.nbytes, block.link_bytes)
         self.figures.streamed_bytes, self.figures.int8_bytes = self._host_bytes, self._int8_bytes
-        self.limit_bytes = max(self._asked_bytes, least_window(self._sizes))
-        self._take_plan(first_plan(self._sizes, self.limit_bytes))
+        whole = [*self._sizes]
+        for each in self.experts.weights:
+            size, nbytes = whole[each.parent.index], each.weight.nbytes
+            whole[each.parent.index] = Size(size.used + nbytes, size.arriving + nbytes)
+        self.limit_bytes = max(self._asked_bytes, least_window(whole))
+        self.experts.share(self.limit_bytes - least_window(self._sizes))
+        self._take_plan(first_plan(self._sizes, self._limit_of_blocks))
+
+    @property
+    def _limit_of_blocks(self) -> int:
+        """Without what weights have that stream by the expert."""
+        return self.limit_bytes - self.experts.room_bytes
 
     def _say_replaced(self) -> None:
         """At a step's end, when no functional_call has put others in their place for its own duration."""
         weights = [weight for block in self.blocks if not block.entered for weight in block.weights]
+        weights += [each.weight for each in self.experts.weights]
         replaced = [weight.name for weight in weights if weight.replaced_by() is not None]
         if replaced and self._said.first("replaced"):
             logger.warning(
@@ -436,32 +479,49 @@ class WeightStream(Client):
     # -- steps -----------------------------------------------------------------------------------------------
     def end_step(self) -> ClientStats:
         """As Client."""
-        stalls, self._stalls, self.residency.stalls = self._stalls, self.residency.stalls, []
+        rooms = self.residency, *(each.room for each in self.experts.weights)
+        stalls, self._stalls = self._stalls, [stall for room in rooms for stall in room.stalls]
+        for room in rooms:
+            room.stalls = []
+        for room in rooms[1:]:
+            self.residency.in_bytes += room.in_bytes
+            self.residency.out_bytes += room.out_bytes
+            room.in_bytes = room.out_bytes = 0
         stall_ms = total_ms(self._device, stalls)
         moved = self.residency.in_bytes, self.residency.out_bytes
-        figures = self.figures
+        figures, experts = self.figures, self.experts
         if self._hits + self._misses:
             figures.steps += 1
             figures.in_bytes, figures.out_bytes = moved[0] - self._moved[0], moved[1] - self._moved[1]
             figures.hits, figures.misses, figures.stall_ms = self._hits, self._misses, stall_ms
+            figures.expert_hits, figures.expert_misses = experts.hits, experts.misses
+            figures.counts_ms = experts.waited_s * 1e3
         self._moved, self._hits, self._misses = moved, 0, 0
+        experts.hits, experts.misses, experts.waited_s = 0, 0, 0.0
+        self._learn(self.blocks)
         if (step := self._measured.step_ended()) is not None:
             self._plan_with(step)
         self._say_replaced()
         self._say_larger()
         return ClientStats(
             lent_bytes=self._host_bytes,
-            device_bytes=self.residency.present_bytes,
+            device_bytes=sum(room.present_bytes for room in rooms),
             stall_ms=stall_ms,
             stall_count=len(stalls),
         )
+
+    def _learn(self, blocks: Collection[BlockWeights]) -> None:
+        if self.residency.policy is None and self.experts.learn(blocks):
+            self.figures.expert_weights = len(self.experts.weights)
+            for block in self.blocks:
+                self._resized(block)
 
     def _plan_with(self, step: MeasuredStep) -> None:
         sizes, rate = self._sizes, step.bytes_per_s
         self.figures.compute_ms = step.compute_s * 1e3
         if self.residency.policy is not None:
             return
-        limits = self.limit_bytes, self.limit_bytes + 10**9
+        limits = self._limit_of_blocks, self._limit_of_blocks + 10**9
         (plan, took_s), (_, with_more_s) = best_plans(step.blocks, sizes, limits, rate)
         self.figures.next_gb_ms = (took_s - with_more_s) * 1e3
         self._take_plan(plan)
@@ -510,6 +570,9 @@ class WeightStream(Client):
             )
         with self._lock:
             if not self.removed:
+                for each in [*self.experts.weights]:
+                    each.end()
+                    self._resized(each.parent)
                 self._parameters.give_back(where)
                 self.removed = True
                 for handle in self._handles:

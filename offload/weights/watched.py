@@ -30,7 +30,8 @@ from torch.optim.optimizer import _foreach_supported_types
 from offload.errors import OffloadError
 from offload.params.home import HOME
 from offload.params.watched import READ_NO_BYTES, Watched, accessors, methods, untouched, watched_in
-from offload.weights.weight import GradientHolder, Holder, Weight, written
+from offload.weights.forms import form_of
+from offload.weights.weight import GradientHolder, Holder, Weight, in_backward, written
 
 __all__ = ["StreamedGradient", "StreamedWeight", "make_plain", "orphan", "owner_of", "watch"]
 
@@ -83,6 +84,10 @@ class StreamedWeight(Watched):
         owners = [owner_of(tensor) for tensor in found]
         if func in _SET_DATA:
             return _set_data(args[0], args[1])
+        if len(found) == 1 and (owners[0].experts is not None or owners[0].uses is not None):
+            answer = _by_expert(owners[0], found[0], func, args, kwargs)
+            if answer is not NotImplemented:
+                return answer
         if func in _ADDRESS:
             raise OffloadError(
                 f"{getattr(func, '__name__', func)}() of {owners[0].name}, whose bytes apply(weights=...) "
@@ -247,6 +252,8 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             result.setflags(write=False)
             return result
         versions = [_version(tensor) for tensor in found]
+        if in_backward() and any(weight.experts is not None for weight in owners):
+            args, kwargs = _as_plain(args), _as_plain(kwargs)  # what a recompute saves shows that it is read
         result = untouched(func, args, kwargs)
         name = str(getattr(func, "__name__", ""))
         out = [*watched_in(kwargs.get("out"), StreamedWeight)]
@@ -256,6 +263,22 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if silent or any(tensor is each for each in out) or _version(tensor) != version:
                 holder_of(weight).wrote(weight)
         return _aliases_in(result, owners)
+
+
+def _by_expert(weight: Weight, tensor: Tensor, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The answer of a weight of experts, or of one of which that is still learned; NotImplemented where the
+    call needs the whole weight."""
+    if weight.experts is not None:
+        return weight.experts.answer(func, args, kwargs)
+    if weight.uses is None or not weight.block.entered:
+        return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():
+        form = form_of(func, args, kwargs)
+    if tensor.dim() == 3:  # else it is what an index gave, or of a use that has been noted
+        weight.uses.add(form if form is None or args[form == "product"] is tensor else None)
+    if func in _ADDRESS:  # it is there, and stays until the forward's end
+        return untouched(func, args, kwargs)
+    return NotImplemented
 
 
 def _differentiate(func: Callable[..., Any], outputs: Any, inputs: Sequence[Any], kwargs: Any) -> Any:
@@ -295,6 +318,14 @@ def _aliases_in(result: Any, owners: Sequence[Weight]) -> Any:
             watch(tensor, weight)
             weight.watch_alias(tensor)
     return result
+
+
+def _as_plain(given: Any) -> Any:
+    if isinstance(given, StreamedWeight):
+        return untouched(Tensor.view_as, (given, given), {})
+    if type(given) in (tuple, list):
+        return type(given)(map(_as_plain, given))
+    return {key: _as_plain(each) for key, each in given.items()} if type(given) is dict else given
 
 
 def _plain_in(result: Any) -> Iterator[Tensor]:

@@ -40,6 +40,7 @@ __all__ = [
     "Weight",
     "give_memory",
     "has_own_storage",
+    "in_backward",
     "is_alone",
     "written",
 ]
@@ -73,6 +74,11 @@ def is_alone(tensor: Tensor) -> bool:
     return bool(_use_count(tensor.untyped_storage()._cdata) == 2)  # the tensor, and the object that was asked
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def written(weight: Weight) -> OffloadError:
     """What somebody gets who would change the bits of an INT8 weight."""
     return OffloadError(
@@ -91,6 +97,30 @@ def give_memory(tensor: Tensor, own: Tensor) -> None:
     new = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own.detach()
     vars(new).update(vars(tensor))
     torch.utils.swap_tensors(tensor, new)
+
+
+class ByExpert(Protocol):
+    """Who streams a weight of experts by the expert (experts.py)."""
+
+    parts: list[BlockWeights]
+
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a call with the weight; NotImplemented for one that needs it whole."""
+
+    def read(self, expert: int) -> Tensor:
+        """The matrix of one, on the device."""
+
+    def view_like(self, layout: tuple[Any, ...]) -> Tensor | None:
+        """The weight as it was saved, watched; None for a part of it."""
+
+    def flush(self) -> None:
+        """The master has what was written to matrices of experts."""
+
+    def forget(self) -> None:
+        """Matrices on the device are old."""
+
+    def end(self) -> None:
+        """It comes with its block again. Raises OffloadError in a forward of that."""
 
 
 class Holder(Protocol):
@@ -151,6 +181,8 @@ class Weight:
     | on_device | the storage's bytes, with or without them: 1-D, uint8 | `rest` |
     | nbytes | of the parameter as it is now, on the device | `make_master` |
     | int8 | whether it waits, and crosses the link, as INT8 | `Parameters`, and who chooses |
+    | uses | of experts: the kinds of its uses in forwards; None where they do not matter | `watched` |
+    | experts | who streams it by the expert; None where it comes with its block | `experts` |
     | source | fills the master at `apply` where the values are not the parameter's | who has them |
     | module, attribute | where the module had it when it was found | the constructor |
     | master | pinned host bytes | `rest` |
@@ -177,6 +209,8 @@ class Weight:
         self.nbytes = parameter.numel() * parameter.element_size()
         self.int8 = False
         self.source: Callable[[Weight], None] | None = None
+        self.uses: set[str | None] | None = None
+        self.experts: ByExpert | None = None
         self.dirty = self.stale = self.stepped_here = False
         self.writes = 0
         self.version = parameter._version
@@ -409,7 +443,7 @@ class BlockWeights:
 
     | name | |
     |---|---|
-    | index, name | of the block, in the order of the model |
+    | index, name | of the block, in the order of the model; -1 for a weight alone |
     | nbytes | of its weights on the device, as `count` found them |
     | link_bytes | that cross the link, which are on the device while `staged` has some |
     | expanded_bytes | of nbytes, those of INT8 weights |
@@ -417,6 +451,7 @@ class BlockWeights:
     | present | its storages have bytes |
     | entered | forwards of it under way, and calls that use its weights |
     | keep | the plan has it stay |
+    | compiled | its module is, so that the class of its weights is plain inside |
     | pinned | something may read its weights unseen, so it stays |
     | arrived | the event after its last way in |
     | left | the event after its last way out: the master is whole then |
@@ -431,6 +466,7 @@ class BlockWeights:
     present: bool = False
     entered: int = 0
     keep: bool = False
+    compiled: bool = False
     pinned: bool = False
     arrived: Event | None = None
     left: Event | None = None

@@ -33,6 +33,7 @@ from moe import (
 from offload import OffloadConfig, apply, configure, init_chunk_handler, step_end
 from parallel.schedules import build_schedule, schedule_named, stages_of
 from parallel.stage import OffloadPipelineStage
+from tests.inside import by_expert, streams_from
 from tests.unit.groups.stack import EXECUTORS
 from tests.unit.moe.mixtures import SMALL, grads_of, loss_of, offloading, step, text
 
@@ -260,6 +261,31 @@ def order_of_a_forward(rank: int) -> list[str]:
     return found
 
 
+def experts_on_the_host(rank: int) -> dict[str, Any]:
+    """Four ranks share frozen experts, and each streams its own by the expert, beside the same without."""
+    manager = configured(rank)
+    models = [MixtureGPT(CONFIG, dist.group.WORLD) for _ in range(2)]
+    for model in models:
+        for parameter in expert_parameters(model):
+            parameter.requires_grad_(False)
+    with streams_from(64):
+        handle = apply(models[0], weights="host", blocks="blocks.*")
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in models]
+    same = []
+    for number in range(4):
+        grads = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            tokens = text(10 * rank + number)
+            loss_of(model(tokens), tokens).backward()
+            grads.append(grads_of(model))
+            optimizer.step()
+            optimizer.zero_grad()
+        same.append(is_same(([], grads[0]), ([], grads[1])))
+    streamed = len(by_expert(handle))
+    handle.remove()
+    return {"same": same, "streamed": streamed, "lent": manager.engine.arena.stats().lent_bytes}
+
+
 # -- beside data parallelism and pipelines --
 
 
@@ -440,6 +466,7 @@ def rank_main(rank: int, world: int) -> dict[str, Any]:
     found["fsdp"] = beside_fsdp(rank, pair, configured(rank))
     found["apply"] = recomputed_by_apply(rank)
     found["stages"] = beside_stages(rank, pair, across)
+    found["weights"] = experts_on_the_host(rank)
     return found
 
 

@@ -32,6 +32,11 @@ def test_gradients_of_four_ranks_are_bitwise_those_without_offload(
         assert (rank["all"][name]["spilled"] > 0) == (name != "checkpoint")
 
 
+def test_each_of_four_ranks_streams_its_own_experts(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["weights"] == {"same": [True] * 4, "streamed": 2 * CONFIG.layers, "lent": 0}
+
+
 def test_ranks_that_come_late_and_copies_that_end_whenever_change_no_bit(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["any order"] == {name: [True, True] for name in ("early", "random", "clock")}

@@ -15,7 +15,7 @@ from torch import nn
 
 import offload
 from offload.weights.weight import ExpandedLater
-from tests.inside import streaming_of, streams_from
+from tests.inside import by_expert, streaming_of, streams_from
 from tests.unit.groups.stack import build_manager, installed
 from tests.unit.weights.streamed import dequantized
 
@@ -211,3 +211,36 @@ def test_files_of_another_model_say_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(offload.WeightFileError, match=r"base_model.model.* are missing") as said:
         offload.load_weights(peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])), tmp_path)
     assert "without adapters" in str(said.value)
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "eager", "batched_mm"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("checkpoints", [None, True, False])  # reentrant
+def test_experts_of_mixtures_stream_by_the_expert(kind: str, experts: str, checkpoints: bool | None) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    number = {
+        "mixtral": {"num_local_experts": 8},
+        "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 16},
+    }
+    config = transformers.AutoConfig.for_model(
+        kind, vocab_size=VOCABULARY, num_hidden_layers=3, num_experts_per_tok=2, **sizes, **number[kind]
+    )
+    config._experts_implementation = experts
+    base = transformers.AutoModelForCausalLM.from_config(config)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"]))
+    if checkpoints is not None:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": checkpoints})
+    plain = copy.deepcopy(model)
+    handle = offload.apply(model, weights="host")
+    train(model, plain, 4)
+    assert len(by_expert(handle)) == 2 * 3
+    figures = handle.weights
+    assert figures is not None
+    assert figures.expert_hits + figures.expert_misses > 0
+    model.eval(), plain.eval()
+    x = ids()
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(input_ids=x, **options), plain.generate(input_ids=x, **options))
+    handle.remove()

@@ -1,0 +1,149 @@
+"""Work `experts` of bench_weights.py: frozen mixtures of experts with adapters on their attention, and
+tokens that are routed by Zipf's law. Rows are `nothing`, how many experts a layer there is room for, `host`,
+`activations` (mode hidden_states), and `both` (it, and room for 16).
+
+One invariant: which expert is how popular depends on the layer, and each token's noise on the step and the
+layer, so that all rows, and recomputes, route alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import moe
+import offload
+from bench import gradients
+from bench.weights import GB, LoraLinear, link_gb_s, run_steps
+from moe.attention import rotation_tables
+
+ROWS = "nothing,16,32,host,activations,both"
+LAYERS, EXPERTS = 8, 64
+_LEARNED = 3
+_ROOM = 16
+"""Experts a layer, of the row `both`."""
+
+HEADER = (
+    "| row | ms | / nothing | law ms | active GB | / nothing | in GB | stall ms | counts ms | found "
+    "| missing | bits |"
+)
+
+
+class ZipfGate(nn.Module):
+    """Of each token the top_k, drawn without replacement in proportion to 1 / rank ** exponent. drawn: the
+    step."""
+
+    def __init__(self, layer: int, experts: int, exponent: float, device: torch.device) -> None:
+        super().__init__()
+        self.layer, self.drawn = layer, 0
+        ranks = (
+            torch.randperm(experts, generator=torch.Generator(device).manual_seed(layer), device=device) + 1
+        )
+        self.logits = -exponent * ranks.log()
+
+    def forward(self, x: Tensor) -> Tensor:
+        generator = torch.Generator(x.device).manual_seed(self.drawn * 1_009 + self.layer)
+        shape = x.shape[0], self.logits.numel()
+        uniform = torch.rand(shape, generator=generator, device=x.device)
+        return self.logits - (-uniform.clamp_(1e-20, 1 - 2**-24).log()).log()
+
+
+class Model(nn.Module):
+    def __init__(self, config: moe.MixtureConfig, layers: int, exponent: float, device: torch.device) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(moe.DecoderLayer(config) for _ in range(layers)).requires_grad_(False)
+        for index, layer in enumerate(self.layers):
+            layer.mixture.router.gate = ZipfGate(index, config.experts, exponent, device)
+            for name, module in [*layer.attn.named_children()]:
+                if isinstance(module, nn.Linear):
+                    adapted = LoraLinear(module.in_features, module.out_features, 16)
+                    adapted.base = module
+                    setattr(layer.attn, name, adapted)
+        self.config = config
+
+    def forward(self, x: Tensor) -> Tensor:
+        cos, sin = (table.to(x) for table in rotation_tables(self.config))
+        for layer in self.layers:
+            x = layer(x, (cos, sin))
+        return x
+
+
+def run_row(options: argparse.Namespace) -> dict[str, Any]:
+    """The row of this process."""
+    device = torch.device("cpu" if options.tiny else "cuda:0")
+    dtype = torch.float32 if options.tiny else torch.bfloat16
+    experts, dim, hidden = (8, 512, 512) if options.tiny else (EXPERTS, 2048, 1024)
+    batch, sequence = (1, 4) if options.tiny else (2, 2048)
+    config = moe.MixtureConfig(
+        dim=dim, heads=16, expert_hidden=hidden, experts=experts, top_k=2, sequence=sequence
+    )
+    torch.manual_seed(0)
+    rate = link_gb_s(device)
+    model = Model(config, LAYERS, options.zipf, device).to(device, dtype)
+    handle = _offloaded(model, options.row)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    x = torch.randn(batch, sequence, dim, device=device, dtype=dtype)
+
+    def backward() -> None:
+        for layer in model.layers:
+            layer.mixture.router.gate.drawn += 1
+        model(x).float().square().mean().backward()
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(_LEARNED):  # the first ones bring weights whole, and have the bits of any other
+        with gradients.deterministic():
+            backward()
+        step()
+    found = run_steps(model, backward, step, warmup=options.warmup, samples=options.samples, device=device)
+    figures = None if handle is None else handle.weights
+    return found | {
+        "row": options.row,
+        "link_gb_s": rate,
+        "weights": None if figures is None else figures.as_dict(),
+        "text": "" if handle is None else str(handle.report()),
+    }
+
+
+def _offloaded(model: Model, row: str) -> Any:
+    if row == "nothing":
+        return None
+    mode = "hidden_states" if row in ("activations", "both") else None
+    if row == "activations":
+        return offload.apply(model, mode, blocks="layers.*")
+    nbytes = {
+        dim: sum(p.numel() * p.element_size() for p in model.layers.parameters() if p.dim() == dim)
+        for dim in (2, 3)
+    }
+    number = _ROOM if row == "both" else row
+    room = "host" if row == "host" else nbytes[3] * int(number) // EXPERTS + 2 * nbytes[2] // LAYERS
+    return offload.apply(model, mode, weights=room, blocks="layers.*")
+
+
+def line(row: dict[str, Any], nothing: dict[str, Any] | None) -> str:
+    """The law: the longer of what `nothing` takes and the copies."""
+    ms, weights, active = statistics.median(row["ms"]), row["weights"], row["active_bytes"]
+    beside = ms if nothing is None else statistics.median(nothing["ms"])
+    law = ""
+    if weights is not None and row["link_gb_s"]:
+        law = f"{max(beside, weights['in_bytes'] / row['link_gb_s'] / GB * 1e3):.1f}"
+    whole = (nothing or row)["active_bytes"]
+    cells = [row["row"], f"{ms:.1f}", f"{ms / beside:.3f}", law, f"{active / GB:.2f}"]
+    cells += [f"{active / whole:.3f}" if whole else ""]
+    if weights is None:
+        cells += [""] * 5
+    else:
+        cells += [
+            f"{weights['in_bytes'] / GB:.2f}",
+            f"{weights['stall_ms']:.1f}",
+            f"{weights['counts_ms']:.1f}",
+        ]
+        cells += [str(weights["expert_hits"]), str(weights["expert_misses"])]
+    same = nothing is None or row["bits"] == nothing["bits"]
+    return "| " + " | ".join([*cells, "same" if same else "DIFFER"]) + " |"

@@ -1,0 +1,131 @@
+"""Weights of experts that stream by the expert, on a GPU: chunks of experts have the bits of one product,
+steps those of resident experts, and memory stays in its room."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import moe
+import offload
+from offload import OffloadConfig
+from tests.inside import by_expert, streams_from
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_allocator")]
+
+WIDTH, HIDDEN, EXPERTS, LAYERS = 512, 256, 32, 4
+LAYER_BYTES = 3 * EXPERTS * HIDDEN * WIDTH * 2
+
+
+@pytest.fixture(autouse=True)
+def engine_of_the_gpu() -> Iterator[None]:
+    offload.configure(OffloadConfig(), device="cuda")
+    with streams_from(1 << 16):
+        yield
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rows", [40, 500, 5000, 40000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_chunks_of_experts_have_the_bits_of_one_product(
+    rows: int, transposed: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(rows)
+    draws = torch.multinomial(1 / torch.arange(1.0, EXPERTS + 1), rows, replacement=True)
+    counts = torch.bincount(draws, minlength=EXPERTS).tolist()
+    ends = torch.tensor([*itertools.accumulate(counts)], dtype=torch.int32, device="cuda")
+    x = torch.randn(rows, HIDDEN if transposed else WIDTH, device="cuda", dtype=dtype)
+    w = torch.randn(EXPERTS, WIDTH, HIDDEN, device="cuda", dtype=dtype)
+    w = w.transpose(1, 2) if transposed else w
+    whole = functional.grouped_mm(x, w, offs=ends)
+    used = [expert for expert, count in enumerate(counts) if count]
+    slices = x.split(counts)
+    for size in (1, 2, 5, len(used)):
+        found: dict[int, Tensor] = {}
+        for start in range(0, len(used), size):
+            chunk = used[start : start + size]
+            numbers = [counts[expert] for expert in chunk]
+            offs = torch.tensor([*itertools.accumulate(numbers)], dtype=torch.int32, device="cuda")
+            stacked = torch.stack([w[expert] for expert in chunk])
+            y = functional.grouped_mm(torch.cat([slices[expert] for expert in chunk]), stacked, offs=offs)
+            found |= zip(chunk, y.split(numbers), strict=True)
+        assert torch.equal(torch.cat([found[expert] for expert in used]), whole), size
+
+
+class Model(nn.Module):
+    def __init__(self, checkpoints: bool | None = None) -> None:
+        super().__init__()
+        config = moe.MixtureConfig(dim=WIDTH, expert_hidden=HIDDEN, experts=EXPERTS, top_k=2)
+        self.layers = nn.ModuleList(moe.Mixture(config) for _ in range(LAYERS))
+        for layer in self.layers:
+            layer.experts.requires_grad_(False)
+        self.embed, self.checkpoints = nn.Linear(WIDTH, WIDTH), checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            made = (
+                layer(x) if self.checkpoints is None else checkpoint(layer, x, use_reentrant=self.checkpoints)
+            )
+            x = x + made
+        return x
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("checkpoints", [None, False, True])
+@pytest.mark.parametrize("rows", [3, 60, 2000])
+@pytest.mark.parametrize("weights", ["host", "38MB"])
+def test_steps_have_the_bits_of_resident_experts(checkpoints: bool | None, rows: int, weights: str) -> None:
+    torch.manual_seed(0)
+    model = Model(checkpoints).to("cuda", torch.bfloat16)
+    plain = copy.deepcopy(model)
+    handle = offload.apply(model, weights=weights, blocks="layers.*")
+    optimizers = [
+        torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-3)
+        for each in (model, plain)
+    ]
+    for number in range(6):
+        x = torch.randn(rows + number, WIDTH, device="cuda", dtype=torch.bfloat16)
+        losses = [each(x).float().square().mean() for each in (model, plain)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        for (name, mine), its in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is None) == (its.grad is None), name
+            assert mine.grad is None or torch.equal(mine.grad, its.grad), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(by_expert(handle)) == 2 * LAYERS
+    handle.remove()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_memory_stays_in_the_room_and_settles() -> None:
+    torch.manual_seed(0)
+    model = Model().to("cuda", torch.bfloat16)
+    handle = offload.apply(model, weights="host", blocks="layers.*")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    seen = []
+    for number in range(20):
+        if number == 4:
+            torch.cuda.reset_peak_memory_stats()
+        x = torch.randn(256, WIDTH, device="cuda", dtype=torch.bfloat16)
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        seen.append(torch.cuda.memory_stats()["num_device_alloc"])
+    assert seen[-1] == seen[10], "a settled step asks the driver for nothing"
+    for each in by_expert(handle):
+        assert each.room.present_bytes_peak <= each.weight.nbytes * 2 // LAYERS
+    rooms = 2 * LAYER_BYTES
+    activations = 64 << 20
+    assert torch.cuda.max_memory_allocated() < rooms + activations

@@ -1,0 +1,247 @@
+"""Weights that stream by the expert: the ordering edges of their copies, each with a program that fails
+without it, and random routings beside plain torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import offload
+from offload import process
+from offload.apply import Applied
+from offload.device.sim import ExecutorName, SimDevice
+from offload.engine import OffloadEngine
+from offload.errors import HazardError
+from offload.groups.manager import GroupsManager
+from tests.inside import by_expert, leave_out, streams_from
+
+WIDTH, HIDDEN = 16, 8
+
+
+@pytest.fixture(autouse=True)
+def small_weights_stream() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with streams_from(64):
+        yield
+    torch.set_num_threads(threads)
+
+
+class Experts(nn.Module):
+    """counts: of rows an expert has in the coming forward. indexed: one by one."""
+
+    def __init__(self, experts: int, indexed: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, HIDDEN, WIDTH) / 4, False)
+        self.down = nn.Parameter(torch.randn(experts, WIDTH, HIDDEN) / 4, False)
+        self.indexed = indexed
+        self.counts: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor(self.counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        if not self.indexed:
+            h = functional.grouped_mm(x, self.up.transpose(-2, -1), offs=ends).relu()
+            return x + functional.grouped_mm(h, self.down.mT, offs=ends)
+        parts = [
+            functional.linear(functional.linear(rows, self.up[expert]).relu(), self.down[expert])
+            for expert, rows in enumerate(x.split(self.counts))
+            if self.counts[expert]
+        ]
+        return x + torch.cat(parts)
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int, experts: int, indexed: bool, checkpoints: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Experts(experts, indexed) for _ in range(layers))
+        self.checkpoints = checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x) if self.checkpoints is None else checkpoint(layer, x, use_reentrant=self.checkpoints)
+        return x
+
+
+def run(model: nn.Module, routing: list[list[int]], x: Tensor) -> Tensor:
+    for layer, counts in zip(model.layers, routing, strict=True):  # type: ignore[arg-type]
+        layer.counts = counts
+    y: Tensor = model(x)
+    return y
+
+
+def step(models: tuple[nn.Module, nn.Module], routing: list[list[int]], seed: int) -> None:
+    x = torch.randn(sum(routing[0]), WIDTH, generator=torch.Generator().manual_seed(seed))
+    for model in models:
+        run(model, routing, x).square().sum().backward()
+    for mine, its in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert (mine.grad is None) == (its.grad is None)
+        assert mine.grad is None or torch.equal(mine.grad, its.grad)
+    for model in models:
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@contextmanager
+def streaming(device: SimDevice, model: nn.Module) -> Iterator[Applied]:
+    """The process's manager has this device. It is not closed: a hazard leaves it with memory on loan."""
+    process.put_manager(GroupsManager(OffloadEngine(device=device)))
+    try:
+        yield offload.apply(model, weights="host", blocks="layers.*")
+    finally:
+        process.put_manager(None)
+
+
+# -- edges ---------------------------------------------------------------------------------------------------
+def changing(device: SimDevice, without: str | None) -> None:
+    """Another expert each step, of six; room for two."""
+    model = Net(3, 6, False, None)
+    models = model, copy.deepcopy(model)
+    with streaming(device, model) as handle:
+        for number in range(3):
+            step(models, [[2] * 6] * 3, number)
+        assert len(by_expert(handle)) == 6
+        leave_out(device, without)
+        for number in range(6):
+            counts = [4 * (expert in (number % 6, (number + 2) % 6)) for expert in range(6)]
+            step(models, [counts] * 3, number)
+        handle.remove()
+
+
+def written(device: SimDevice, without: str | None) -> None:
+    """The whole weight is written on the device, and goes back while its experts are fetched again."""
+    model = Net(2, 4, False, None)
+    models = model, copy.deepcopy(model)
+    with streaming(device, model) as handle:
+        for number in range(3):
+            step(models, [[2] * 4] * 2, number)
+        leave_out(device, without)
+        for number in range(3):
+            with torch.no_grad():
+                for each in models:
+                    each.layers[1].up.mul_(0.5)  # type: ignore[index, union-attr]
+            step(models, [[2] * 4] * 2, number)
+        handle.remove()
+
+
+def fetched_by_another_lane(device: SimDevice, without: str | None) -> None:
+    """A lane that has waited for nothing fetches experts of a weight that another lane has written."""
+    model = Net(2, 4, False, None)
+    models = model, copy.deepcopy(model)
+    with streaming(device, model) as handle:
+        for number in range(3):
+            step(models, [[8] * 4] * 2, number)
+        leave_out(device, without)
+        with torch.no_grad():
+            for each in models:
+                each.layers[1].up.mul_(0.5)  # type: ignore[index, union-attr]
+        with device.use_lane(device.new_compute_lane("side")):
+            by_expert(handle)[2].fetch_ahead()
+        step(models, [[8] * 4] * 2, 3)
+        handle.remove()
+
+
+def written_by_index(device: SimDevice, without: str | None) -> None:
+    """A matrix that an index gave is written in a forward, and goes back behind that."""
+    model = Net(2, 4, True, None)
+    models = model, copy.deepcopy(model)
+
+    def halve(layer: Experts, args: tuple[Tensor, ...]) -> None:
+        with torch.no_grad():
+            layer.up[1].mul_(0.5)
+
+    with streaming(device, model) as handle:
+        for number in range(3):
+            step(models, [[2] * 4] * 2, number)
+        assert by_expert(handle)
+        leave_out(device, without)
+        for each in models:
+            each.layers[0].register_forward_pre_hook(halve)  # type: ignore[index, union-attr, operator]
+        for number in range(3):
+            step(models, [[2] * 4] * 2, number)
+        for mine, its in zip(model.state_dict().values(), models[1].state_dict().values(), strict=True):
+            assert torch.equal(mine, its)
+        handle.remove()
+
+
+EDGES: dict[str, tuple[Callable[[SimDevice, str | None], None], str]] = {
+    "weights room": (changing, "allocator reuse"),
+    "weights here": (changing, "RAW"),
+    "weights home": (fetched_by_another_lane, "RAW"),
+    "weights out": (written_by_index, "RAW"),
+}
+
+
+@pytest.mark.parametrize("executor", ["late", "early", "random"])
+@pytest.mark.parametrize("program", [changing, written, fetched_by_another_lane, written_by_index])
+def test_with_all_edges_steps_have_the_bits_of_resident_experts(
+    program: Callable[[SimDevice, str | None], None], executor: ExecutorName
+) -> None:
+    for seed in range(4 if executor == "random" else 1):
+        program(SimDevice(executor=executor, seed=seed), None)
+
+
+@pytest.mark.parametrize("title", EDGES)
+def test_without_an_edge_the_same_program_has_a_hazard(title: str) -> None:
+    program, hazard = EDGES[title]
+    with pytest.raises(HazardError, match=f"^{hazard} hazard on bytes (.|\n)*'{title}'"):
+        program(SimDevice(executor="late"), title)
+
+
+# -- random routings -----------------------------------------------------------------------------------------
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[int, list[list[list[int]]]]:
+    """Steps of layers of counts by expert; every layer of a step has the same number of rows."""
+    experts, layers = draw(st.integers(2, 7)), draw(st.integers(1, 3))
+    steps = []
+    for _ in range(draw(st.integers(2, 5))):
+        rows = draw(st.integers(1, 12))
+        layer = st.lists(st.integers(0, rows), min_size=experts - 1, max_size=experts - 1).map(
+            lambda cuts, rows=rows: [
+                end - start for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), rows], strict=True)
+            ]
+        )
+        steps.append(draw(st.lists(layer, min_size=layers, max_size=layers)))
+    return experts, steps
+
+
+@settings(max_examples=60)
+@given(
+    routings(),
+    st.booleans(),
+    st.sampled_from([None, False, True]),
+    st.sampled_from(["late", "early", "random"]),
+    st.lists(st.integers(0, 8), min_size=5, max_size=5),
+)
+def test_random_routings_have_the_bits_of_plain_torch(
+    program: tuple[int, list[list[list[int]]]],
+    indexed: bool,
+    checkpoints: bool | None,
+    executor: ExecutorName,
+    rooms: list[int],
+) -> None:
+    experts, steps = program
+    model = Net(len(steps[0]), experts, indexed, checkpoints)
+    models = model, copy.deepcopy(model)
+    with streaming(SimDevice(executor=executor, seed=experts), model) as handle:
+        for number, (routing, room) in enumerate(zip(steps, rooms, strict=False)):
+            for each in by_expert(handle):
+                each.give_room(room * each.parts[0].nbytes)
+            step(models, routing, number)
+            with torch.no_grad():
+                x = torch.randn(sum(routing[0]), WIDTH)
+                assert torch.equal(*(run(each, routing, x) for each in models))
+        assert len(by_expert(handle)) == 2 * len(steps[0])
+        handle.remove()
