@@ -104,6 +104,23 @@ def test_bits_are_the_same_where_every_rule_acts(bridge: Any, frozen: bool) -> N
         assert pair.handle.conductor.counts.denials > 0
 
 
+@pytest.mark.req("S1-59")
+def test_the_same_copies_are_issued_in_the_same_order_as_without() -> None:
+    """It answers, and decides neither what moves nor when."""
+
+    def copies(**options: Any) -> list[tuple[Any, ...]]:
+        issued: list[tuple[Any, ...]] = []
+        with counted_time(), streamed(mode="groups", min_numel=1, executor="early", **options) as pair:
+            engine = pair.stream._engine
+            engine.copier.watch(lambda way, owner, nbytes, *events: issued.append((way, owner, nbytes)))
+            pair.train(steps=3)
+        return issued
+
+    without = copies()
+    assert len(without) > 50
+    assert copies(conductor=True) == without
+
+
 # -- phases that are seen ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "options",

@@ -6,6 +6,8 @@ The simulated device runs copies late: what was issued is in flight until someth
 from __future__ import annotations
 
 import logging
+import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -302,6 +304,33 @@ def test_a_copy_that_fails_gives_its_token_back(link: Link, monkeypatch: pytest.
             with pytest.raises(RuntimeError, match="no copy"):
                 move([(there, here)])
     assert link.in_flight() == (0, 0)
+
+
+@pytest.mark.req("S1-15", "S1-20")
+def test_tokens_are_conserved_over_threads_that_ask_at_once(link: Link) -> None:
+    """The optimizer's workers ask beside the thread that trains."""
+    asked, threads = 300, 4
+    passed = link.engine.device.record(link.engine.device.h2d)
+
+    def work(seed: int) -> int:
+        draw, denied = random.Random(seed), 0
+        for _ in range(asked):
+            answer = link.ask(
+                draw.choice(["weights", "groups", "optim", "experts"]),
+                draw.choice(list(Priority)),
+                draw.choice(list(Direction)),
+            )
+            denied += isinstance(answer, Denied)
+            lease = answer.lease if isinstance(answer, Denied) else answer
+            lease.done(draw.choice([None, passed]))
+            enter(link, draw.choice(list(Phase)))
+        return denied
+
+    with ThreadPoolExecutor(threads) as pool:
+        denied = sum(pool.map(work, range(threads)))
+    assert link.in_flight() == (0, 0)
+    counts = link.conductor.counts
+    assert (counts.grants + counts.denials, counts.denials) == (asked * threads, denied)
 
 
 def test_a_lease_ends_once(link: Link) -> None:
