@@ -38,7 +38,7 @@ import offload  # noqa: E402
 from bench import gradients  # noqa: E402
 from bench.run import NEEDS_GPU, hardware  # noqa: E402
 from bench.weights import TINY, Model, Shape, bits_of  # noqa: E402
-from offload.conductor import Conductor  # noqa: E402
+from offload.conductor import Conductor, ConductorConfig  # noqa: E402
 
 LINK_GB_S, BOTH_GB_S = 55.0, 100.0
 PASSES = ("forward", "backward", "optimizer")
@@ -171,10 +171,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """One work: steps with and without in turn, who goes first alternating."""
     loop = Loop(options, away=True)
     engine = offload.marks.default_manager().engine
+    is_gpu = loop.device.type == "cuda"
+    total = torch.cuda.get_device_properties(loop.device).total_memory if is_gpu else None
+    config = ConductorConfig.of_device(total)  # as conductor=True has it
     for _ in range(options.warmup):
         loop.seconds()
     bits = [loop.gradient_bits()]
-    conductor = Conductor(engine=engine, telemetry_interval=0)
+    conductor = Conductor(config, engine=engine)
     bits.append(loop.gradient_bits())
     conductor.shutdown()
     times: dict[bool, list[float]] = {True: [], False: []}
@@ -182,7 +185,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     ratios, denied = [], 0
     for sample in range(options.samples):
         for with_it in (True, False) if sample % 2 else (False, True):
-            arbiter = Conductor(engine=engine, telemetry_interval=0) if with_it else None
+            arbiter = Conductor(config, engine=engine) if with_it else None
             loop.seconds()  # the first step with other phases is none to compare
             times[with_it].append(loop.seconds())
             stats = engine.last_stats
@@ -191,7 +194,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 denied += arbiter.counts.denials
                 arbiter.shutdown()
         ratios.append(times[True][-1] / times[False][-1])
-    conductor = Conductor(engine=engine, telemetry_interval=0)
+    conductor = Conductor(config, engine=engine)
     loop.step()
     with bytes_by_pass(conductor) as moved:
         loop.step()
