@@ -173,17 +173,19 @@ class GradientStream(Client):
                 self._open[task] = [], self._at_end(task, last=False)
             if not self.reduced_later:
                 self._send_made(gradient)
-            found = gradient.now
+            found, block = gradient.now, gradient.block
             if gradient.is_owners:
                 self._use(gradient, Pass.BACKWARD)
-                self._open[task][0].append(gradient)
                 make_plain(gradient.parameter)
-                gradient.version = gradient.parameter._version
-                return
-            if isinstance(found, StreamedGradient):  # moved here from another parameter
-                StreamedGradient.stay(found)
-            self.order.note(Use(gradient.block.index, Pass.BACKWARD))
-            self._fetch_ahead((gradient.block.index,))
+                if block.entered == 1:  # else another thread's backward does the same
+                    gradient.version = gradient.parameter._version
+            else:
+                if isinstance(found, StreamedGradient):  # moved here from another parameter
+                    StreamedGradient.stay(found)
+                block.entered += 1
+                self.order.note(Use(block.index, Pass.BACKWARD))
+                self._fetch_ahead((block.index,))
+            self._open[task][0].append(gradient)
 
     def _after(self, gradient: Gradient, _: Tensor) -> None:
         """It has."""

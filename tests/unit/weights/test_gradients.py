@@ -517,6 +517,29 @@ def test_two_models_in_two_threads() -> None:
         second.handle.remove()
 
 
+def test_one_model_in_two_threads() -> None:
+    """Everything is a whole number, so that sums do not depend on the order of the threads."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randint(-1, 2, parameter.shape))
+    with waiting(model) as pair:
+        xs = [torch.randint(-2, 3, (ROWS, WIDTH)).float() for _ in range(8)]
+
+        def run(mine: list[Tensor]) -> None:
+            for x in mine:
+                pair.model(x).sum().backward()
+
+        threads = [threading.Thread(target=run, args=(xs[number::2],)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for x in xs:
+            pair.plain(x).sum().backward()
+        pair.check_gradients()
+
+
 def test_a_dropped_model_gives_everything_back() -> None:
     with waiting() as pair:
         other = Model()
