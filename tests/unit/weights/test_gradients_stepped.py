@@ -71,8 +71,8 @@ def test_the_hosts_bytes_are_stepped_without_a_way_to_the_device_first(
 ) -> None:
     moved = stepped(executor, torch.float32, offload_fraction=1.0, overlap=overlap, cpu_share=share)
     assert moved[1] == MICROBATCHES * LARGE_BYTES
-    if executor == "late":  # in another order of copies some are fetched in vain
-        assert moved[0] == (MICROBATCHES - 1) * LARGE_BYTES
+    # one pass less than backwards, and some fetched in vain where the loop turns: no pass for the step
+    assert moved[0] < (MICROBATCHES - 0.5) * LARGE_BYTES
 
 
 @pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
