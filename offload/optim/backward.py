@@ -24,10 +24,16 @@ from offload.optim.host_part import HostBucket
 from offload.optim.placing import Placement
 from offload.optim.ranks import may_be_reduced_in_place
 from offload.optim.stepping import HostedSteps
-from offload.optim.touch import WeightWatch, weakly
+from offload.optim.touch import SpentGradient, WeightWatch, weakly
+from offload.params.home import HOME, has_own_storage
 from offload.params.view import ParamView, is_laid_out_as, local_of
 
 __all__ = ["BackwardSteps"]
+
+
+SPENT_BYTES = 1 << 30
+"""Of gradients on the device whose step in the backward has not ended: the link is behind by then, and steps
+only wait longer in its queue."""
 
 
 def _versions(gradient: Tensor) -> tuple[int, int]:
@@ -62,14 +68,19 @@ class BackwardSteps:
         self._final: Counter[HostBucket] = (
             Counter()
         )  # how many gradients of a bucket are final; empty before `begin`
+        self._spent: list[tuple[weakref.ref[Tensor], list[HostBucket], int]] = []
         self._handles: list[Any] = []
 
     def hook(self, members: Sequence[ParamView]) -> None:
         """Register hooks on the parameters. They hold this object weakly."""
         self._steps.when_touched = weakly(self.touched)
         accumulated = weakly(self.accumulated)
+        unused = weakly(self._refuse_spent)
         for member in members:
             if member.parameter.requires_grad and member.parameter.is_leaf:
+                if member.home is not None:
+                    before = functools.partial(unused, member)
+                    self._handles.append(member.parameter.register_hook(before))
                 hook = functools.partial(accumulated, member)
                 self._handles.append(member.parameter.register_post_accumulate_grad_hook(hook))
 
@@ -125,6 +136,44 @@ class BackwardSteps:
             self._stamps[member.index] = weakref.ref(gradient), _versions(gradient)
             # a touch before step() breaks the promise
             self._watch.watch(member.index, member.parameter, gradient=False)
+            mine = self._steps.buckets_of[member.index]
+            own = type(gradient) is Tensor and HOME not in vars(gradient) and not gradient._is_view()
+            if member.home is not None and own and self.stepped.issuperset(mine):
+                SpentGradient.spend(gradient, str(member))
+                self._spent.append((weakref.ref(gradient), mine, member.nbytes))
+        self._free_spent()
+
+    def _free_spent(self) -> None:
+        """Give back the memory of gradients that were stepped. Of more than SPENT_BYTES that are not, the
+        current lane waits for the oldest, which blocks the host until that step is issued. Order: [Order:
+        weights back]."""
+        device = self._placed.members[0].device
+        over = sum(nbytes for *_, nbytes in self._spent) - SPENT_BYTES
+        entries, self._spent = self._spent, []
+        for entry in entries:
+            spent, buckets, nbytes = entry
+            if over > 0:
+                for bucket in buckets:
+                    bucket.done.wait()
+            issued = all(bucket.done.is_open for bucket in buckets)
+            events = [bucket.returned for bucket in buckets if issued and bucket.returned is not None]
+            if len(events) < len(buckets) or not (over > 0 or all(map(device.poll, events))):
+                self._spent.append(entry)
+                continue
+            for bucket, event in zip(buckets, events, strict=True):
+                device.wait(device.compute, event, "weights back")
+                bucket.drop_gradients()
+            with torch._C.DisableTorchFunctionSubclass():
+                if (gradient := spent()) is None or has_own_storage(gradient):
+                    over -= nbytes
+                    if gradient is not None:
+                        device.free(gradient.untyped_storage())
+                else:  # the bucket being filled has an alias, or the loop
+                    self._spent.append(entry)
+
+    def _refuse_spent(self, member: ParamView, _: Tensor) -> None:
+        """Torch is about to add to the gradient."""
+        SpentGradient.make_ready(member.parameter.grad)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from offload.client import weakly
 from offload.compile.untraced import untraced
 from offload.engine import OffloadEngine
+from offload.errors import OffloadError
 from offload.optim.stepping import HostedSteps
 from offload.params.home import home_of
-from offload.params.watched import Watched, watched_in
+from offload.params.watched import Watched, untouched, watched_in
 from offload.telemetry.speaker import speaker
 
-__all__ = ["AwaitedGradient", "AwaitedWeight", "WeightWatch", "await_all", "watch", "weakly"]
+__all__ = ["AwaitedGradient", "AwaitedWeight", "SpentGradient", "WeightWatch", "await_all", "watch", "weakly"]
 
 logger = speaker(__name__)
 
@@ -63,6 +64,30 @@ class AwaitedGradient(_Awaited):
 
 class AwaitedWeight(_Awaited, nn.Parameter):
     """A weight on its way."""
+
+
+class SpentGradient(Watched):
+    """A streamed weight's gradient that was stepped in the backward: its memory is given back behind that."""
+
+    @classmethod
+    def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        cls.make_ready((args, kwargs))
+        return untouched(func, args, kwargs)
+
+    @classmethod
+    def make_ready(cls, found: Any) -> None:
+        for tensor in watched_in(found, cls):
+            raise OffloadError(
+                f"the gradient of {vars(tensor)[_OWNER]} was stepped in the backward, and its memory is free "
+                'since: use overlap="forward" or "step" to read, clip or keep gradients of streamed weights, '
+                "and clear them after step() with zero_grad(set_to_none=True)"
+            )
+
+    @classmethod
+    def spend(cls, tensor: Tensor, name: str) -> None:
+        """From now on nobody may touch it."""
+        vars(tensor)[_OWNER] = name
+        tensor.__class__ = cls
 
 
 class Awaits(Protocol):

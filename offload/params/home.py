@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from offload.device import Device, Event
 
-__all__ = ["HOME", "Claim", "Home", "Stepper", "home_of"]
+__all__ = ["HOME", "Claim", "Home", "Stepper", "has_own_storage", "home_of", "is_alone", "use_count"]
+
+use_count = torch._C._storage_Use_Count
+"""Of a storage, by its `_cdata`."""
 
 HOME = "_offload_weight"
 """Attribute of a tensor whose bytes come and go: a weak reference to its Home."""
@@ -82,3 +86,18 @@ def home_of(parameter: Tensor) -> Home | None:
     found: Any = vars(parameter).get(HOME)
     home: Home | None = found() if found is not None else None
     return home if home is not None and home.is_of(parameter) else None
+
+
+def has_own_storage(tensor: Tensor) -> bool:
+    """Whether nobody else has the tensor's storage, which can be freed and refilled and has no byte more."""
+    return (
+        is_alone(tensor)
+        and tensor.storage_offset() == 0
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        and tensor.untyped_storage().resizable()
+    )
+
+
+def is_alone(tensor: Tensor) -> bool:
+    """Whether nobody else has the tensor's storage."""
+    return bool(use_count(tensor.untyped_storage()._cdata) == 2)  # the tensor, and the object that was asked

@@ -26,7 +26,7 @@ from offload.device import Device, Event, Lane
 from offload.device.rows import expand_rows
 from offload.errors import OffloadError
 from offload.memory.arena import HostArena
-from offload.params.home import Claim, Stepper
+from offload.params.home import Claim, Stepper, has_own_storage, is_alone, use_count
 from offload.params.layout import lay_out
 from offload.params.sections import FlatSpec, HostSection
 from offload.params.watched import Watched, watched_in
@@ -45,7 +45,6 @@ __all__ = [
     "written",
 ]
 
-_use_count = torch._C._storage_Use_Count
 _FLAT = "weights"
 
 Close = Callable[[], None] | None
@@ -57,21 +56,6 @@ def _bytes_over(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
         storage, 0, (storage.nbytes(),), (1,)
     )
-
-
-def has_own_storage(tensor: Tensor) -> bool:
-    """Whether nobody else has the tensor's storage, which can be freed and refilled and has no byte more."""
-    return (
-        is_alone(tensor)
-        and tensor.storage_offset() == 0
-        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        and tensor.untyped_storage().resizable()
-    )
-
-
-def is_alone(tensor: Tensor) -> bool:
-    """Whether nobody else has the tensor's storage."""
-    return bool(_use_count(tensor.untyped_storage()._cdata) == 2)  # the tensor, and the object that was asked
 
 
 def in_backward() -> bool:
@@ -366,7 +350,7 @@ class Weight:
         """Whether somebody has an unwatched alias: a save of autograd that no hook saw, or a recompute's."""
         known = 3 + len(self.aliases())  # the parameter, `storage` and `on_device`
         # a numpy array of a CPU tensor makes its storage one that cannot be resized
-        return bool(_use_count(self.storage._cdata) > known) or not self.storage.resizable()
+        return bool(use_count(self.storage._cdata) > known) or not self.storage.resizable()
 
     # -- the host's copy -------------------------------------------------------------------------------------
     def expand_later(self) -> Tensor:

@@ -381,3 +381,33 @@ def test_int8_weights_are_left_out() -> None:
             HybridDeviceOptimizer(pair.model.parameters(), 1.0, engine=engine)
         handle.remove()
         pair.model.load_state_dict(pair.plain.state_dict())
+
+
+# -- gradients that a step in the backward has used ----------------------------------------------------------
+@pytest.mark.parametrize("gradients", ["host", "device"])
+@pytest.mark.parametrize("share", SHARES)
+def test_they_take_no_memory_behind_their_step(
+    gradients: str, share: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("offload.optim.backward.SPENT_BYTES", BLOCK_BYTES)
+    with streamed(gradients=gradients) as pair:
+        optimizers = pair.with_state_on_host("backward", cpu_share=share, bucket_bytes=1024)
+        for _ in range(3):
+            step(optimizers, pair)
+        squares(pair.model, torch.ones(ROWS, WIDTH)).backward()
+        streams = [weight.parameter for block in pair.stream.blocks for weight in block.weights]
+        with torch._C.DisableTorchFunctionSubclass():
+            held = sum(weight.grad.untyped_storage().nbytes() for weight in streams)  # type: ignore[union-attr]
+        # what is not stepped yet, and the last; a bucket of two weights may find one's gradient on the host
+        assert held <= BLOCK_BYTES * (1.5 if gradients == "device" else 3)
+        optimizers[0].step()
+        with pytest.raises(OffloadError, match=r"layers.2.up.weight.* was stepped in the backward"):
+            pair.model.layers[2].up.weight.grad.sum()
+        with pytest.raises(OffloadError, match=r"zero_grad\(set_to_none=True\)"):
+            squares(pair.model, torch.ones(ROWS, WIDTH)).backward()
+        pair.model.zero_grad()
+        squares(pair.plain, torch.ones(ROWS, WIDTH)).backward()
+        optimizers[1].step()
+        pair.plain.zero_grad()
+        assert not [record for record in caplog.records if "shares its memory" in record.message]
+        close(optimizers)
