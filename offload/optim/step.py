@@ -317,6 +317,8 @@ class StepRunner(Client):
 
     def _flat_gradient(self, member: ParamView, gradient: Tensor) -> Tensor:
         """Where the gradient waits on the host, its bytes there, which its buckets take as they are."""
+        if self.backward.stepped:  # the ring is in use, and nobody may wait for all
+            return member.flat_gradient(gradient)
         returned = functools.partial(weakly(self.steps.await_weights), (member.index,))
         lent = member.lent_gradient(gradient, returned)
         if lent is None:

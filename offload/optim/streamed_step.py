@@ -20,8 +20,8 @@ bucket are read by `h2d` only after `d2h` wrote them in the step before.
 #
 # [Order: master in]
 # hazard  RAW: `h2d` reads the one host copy of a weight that `d2h` still writes: somebody wrote the weight on
-#         the device.
-# edge    the claim has the event of that way out; h2d waits for it.
+#         the device. WAR: where the device's bytes stay, the optimizer's lane writes what `d2h` still reads.
+# edge    the claim has the event of that way out; h2d, or the optimizer's lane, waits for it.
 # alive   the weight's home owns the host bytes.
 # proof   tests/property/test_optim_edges.py, edge "master in"
 #
@@ -137,7 +137,10 @@ class StreamedBucket(HostBucket):
             if claim is None and not self.weights_on_host:
                 continue
             on_host = self.master_on_host(position)
-            if claim is None or claim.on_device is None:
+            if claim is not None and claim.on_device is not None:
+                for event in claim.after:
+                    device.wait(ring.lane, event, "master in")
+            else:
                 weights[number] = _first_bytes(pieces["weights"][number], on_host)
                 if self.has_master and claim is not None and claim.writes == self.writes[position]:
                     fresh.add(number)

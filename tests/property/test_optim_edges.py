@@ -96,14 +96,14 @@ def wrapped(device: SimDevice) -> None:
     optimizer.close()
 
 
-def streamed(device: SimDevice) -> None:
-    """Weights that stream, one of which is written on the device before each step."""
+def streamed(device: SimDevice, weights: str = "host") -> None:
+    """Weights that stream, or stay, one of which is written on the device before each step."""
     models = [nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     process.put_manager(GroupsManager(engine := OffloadEngine(device=device)))
     try:
         with streams_from(64):
-            handle = offload.apply(models[0], weights="host")
+            handle = offload.apply(models[0], weights=weights)
         ours = HybridDeviceOptimizer(models[0].parameters(), 1.0, lr=1e-2, engine=engine)
         optimizers = [ours, AdamW(models[1].parameters(), lr=1e-2, fused=True)]
         for step in range(STEPS):
@@ -177,6 +177,12 @@ def test_the_hazard_names_both_sides_and_the_edge(title: str) -> None:
     assert message.startswith(f"{edge.hazard} hazard on bytes ")
     assert re.search(rf"of {later}\).*of {earlier}\)", message), message
     assert f"'{title}'" in message.split("edges left out of ", 1)[1], message
+
+
+def test_weights_that_stay_are_not_stepped_while_they_go_out() -> None:
+    streamed(SimDevice(executor="late"), weights="1MB")
+    with pytest.raises(HazardError, match=r"^WAR hazard .*of optimizer\).*of d2h\)"):
+        streamed(SimDevice(executor="late", without={"master in"}), weights="1MB")
 
 
 def test_every_edge_in_the_code_has_a_note_and_every_note_has_its_scenario() -> None:
