@@ -4,9 +4,10 @@
     print(table)
     offload.apply(model, **table.best)
 
-One invariant: when it returns, or raises, weights, buffers, gradients, optimizers' state and random states
-have the bits that they had, and the model has no hooks of it. What else a step changes, such as the position
-of a data loader, is the caller's: give what has a state_dict() as `stateful`.
+One invariant: when it returns, or raises, weights, buffers, gradients, optimizers' state and groups, and
+random states have the bits that they had, and the model has no hooks of it. What else a step changes, such as
+the position of a data loader or a generator of its own, is the caller's: give what has a state_dict() as
+`stateful`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,13 +29,16 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from tqdm import tqdm
 
 from offload import marks
 from offload.apply import apply, is_applied
-from offload.config import Mode
+from offload.config import Mode, check_mode
 from offload.engine import OffloadEngine
+from offload.errors import OffloadError
 from offload.modules.settings import gpu_bytes
+from offload.optim import HybridDeviceOptimizer
 from offload.sizes import argument_bytes, bytes_text
 
 __all__ = ["Compared", "Comparison", "compare"]
@@ -137,12 +141,13 @@ def compare(
     stateful: what else a step changes and has state_dict() and load_state_dict(): schedulers, a GradScaler.
     budget_s: seconds for all of them. Each takes 2 to 12 steps; one that was begun takes 2.
 
-    A mode that runs out of memory, or that `apply` refuses, is a row that says so. Optimizers are found when
-    they step. With several ranks all must call, with the same modes; times and peaks are those of the worst
-    rank, so that all find the same best. A rank that runs out of memory amid a collective leaves the others
-    waiting in it, as in any step.
+    A mode that runs out of memory, that `apply` refuses, or in which a step raises an OffloadError, is a row
+    that says so. Optimizers of the model's parameters are found, others when they step; what they step
+    besides is put back as well. With several ranks all must call, with the same modes; times and peaks are
+    those of the worst rank, so that all find the same best. A rank that runs out of memory amid a collective
+    leaves the others waiting in it, as in any step.
     Raises ValueError for a model that has a handle already, a size or a mode that is none, and whatever
-    `step` raises, but for torch.OutOfMemoryError. Blocks the host after each step.
+    `step` raises, but for these. Blocks the host after each step.
     """
     within_bytes = argument_bytes(within, name="within", of_bytes=gpu_bytes())
     if is_applied(model):
@@ -150,7 +155,8 @@ def compare(
     if budget_s <= 0:
         raise ValueError(f"budget_s is {budget_s!r}; give the seconds that all modes may take together")
     given = [
-        dict(each) if isinstance(each, Mapping) else {"mode": each} for each in modes or _modes(within_bytes)
+        dict(each) if isinstance(each, Mapping) else {"mode": check_mode("a mode of modes=", each)}
+        for each in (_modes(within_bytes) if modes is None else modes)
     ]
     engine = marks.default_manager().engine
     config, ends = engine.config, time.monotonic() + budget_s
@@ -207,7 +213,8 @@ def _tried(
             engine.device.synchronize(engine.device.record(engine.device.compute))
             times.append((time.perf_counter() - begun) * 1e3)
             seen = engine.device.allocator_bytes()
-            peaks.append(engine.last_stats.device_bytes_peak if seen is None else seen[1])
+            saved = 0 if handle is None else engine.last_stats.device_bytes_peak
+            peaks.append(saved if seen is None else seen[1])
         figures = {} if handle is None else handle.report().last_step
         weights = None if handle is None else handle.weights
         return Compared(
@@ -221,10 +228,10 @@ def _tried(
         )
     except torch.OutOfMemoryError:
         return Compared(arguments=arguments, why_not="the device ran out of memory")
-    except ValueError as error:
-        if handle is not None or arguments == _NOTHING:
+    except (ValueError, OffloadError) as error:
+        if arguments == _NOTHING or not (handle is None or isinstance(error, OffloadError)):
             raise  # of the step
-        return Compared(arguments=arguments, why_not=f"refused: {error}")
+        return Compared(arguments=arguments, why_not=f"{'refused' if handle is None else 'fails'}: {error}")
     finally:
         if handle is not None:
             handle.remove()
@@ -260,63 +267,136 @@ def _agreed(row: Compared) -> Compared:
 class _Tensors:
     """Tensors and their bytes, on the host."""
 
-    def __init__(self, tensors: Iterator[Tensor]) -> None:
-        self._kept = [(each, each.detach().to("cpu", copy=True)) for each in tensors if not each.is_meta]
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._kept = [(each, _on_host(each)) for each in tensors if not each.is_meta]
 
     def put_back(self) -> None:
-        with torch.no_grad():
-            for tensor, values in self._kept:
-                tensor.copy_(values)
+        for tensor, values in self._kept:
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                _once(tensor).copy_(_once(values, tensor))
+
+
+def _once(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Without the elements that an expanded tensor repeats. like: the expanded one; None for itself."""
+    shape = tensor if like is None else like
+    if shape.layout is torch.strided:
+        for dim, stride in enumerate(shape.stride()):
+            tensor = tensor if stride else tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+    return tensor
 
 
 class _OptimizerState:
-    """An optimizer as it was before its first step here."""
+    """An optimizer as it was. Its tensors stay the objects that they are, and their bytes are kept on the
+    host, where they are in no figure of the device."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._groups = [
-            (dict(group), {name: copy.deepcopy(value) for name, value in group.items() if name != "params"})
+            (group, [*group["params"]], _Nested({**group, "params": None}))
             for group in optimizer.param_groups
         ]
-        self._state = {
-            parameter: {name: _copied(value) for name, value in state.items()}
-            for parameter, state in optimizer.state.items()
-        }
+        self._state = [(of, entry, _Nested(entry)) for of, entry in optimizer.state.items()]
 
     def put_back(self) -> None:
-        state = self._optimizer.state
-        for parameter in [*state]:
-            if parameter not in self._state:
-                del state[parameter]
-        for parameter, values in self._state.items():
-            state[parameter] = {name: _copied(value) for name, value in values.items()}
-        for group, (before, values) in zip(self._optimizer.param_groups, self._groups, strict=True):
+        for group, parameters, values in self._groups:
             group.clear()
-            group.update({**before, **copy.deepcopy(values)})
+            group.update(values.put_back(), params=parameters)
+        self._optimizer.param_groups[:] = [group for group, _, _ in self._groups]
+        self._optimizer.state.clear()
+        for of, entry, values in self._state:
+            before = values.put_back()
+            if isinstance(entry, dict):
+                entry.clear()
+                entry.update(before)
+            self._optimizer.state[of] = entry if isinstance(entry, dict) else before
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+class _HybridState:
+    """Its state is where its workers have it, who wait for whoever holds a tensor of it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer, self._state = optimizer, tree_map(_on_host, optimizer.state_dict())
+
+    def put_back(self) -> None:
+        self._optimizer.load_state_dict(copy.deepcopy(self._state))
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+class _Nested:
+    """A value with tensors in it, such as a dictionary of lists."""
+
+    def __init__(self, value: Any) -> None:
+        self._leaves, self._form = tree_flatten(value)
+        self._tensors = _Tensors(leaf for leaf in self._leaves if isinstance(leaf, Tensor))
+        self._others = copy.deepcopy([None if isinstance(leaf, Tensor) else leaf for leaf in self._leaves])
+
+    def put_back(self) -> Any:
+        self._tensors.put_back()
+        others = copy.deepcopy(self._others)
+        leaves = [
+            leaf if isinstance(leaf, Tensor) else other
+            for leaf, other in zip(self._leaves, others, strict=True)
+        ]
+        return tree_unflatten(leaves, self._form)
+
+
+class _Optimizers:
+    """Those that step parameters of a model, and whatever they step besides."""
+
+    def __init__(self, parameters: Collection[Tensor]) -> None:
+        self._kept: dict[int, _OptimizerState | _HybridState] = {}
+        self._parameters = set(parameters)
+        self._besides: list[_Tensors] = []  # parameters that are not the model's
+        found = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+        found.sort(key=lambda each: not issubclass(type(each), HybridDeviceOptimizer))  # before those inside
+        self._hybrids: list[HybridDeviceOptimizer] = []
+        for optimizer in found:
+            with suppress(OffloadError, AttributeError):  # closed, failed, or never built: it steps no more
+                if not self._parameters.isdisjoint(_parameters_of(optimizer)):
+                    self.see(optimizer)
+        self._seeing = register_optimizer_step_pre_hook(self.see)
+
+    def see(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
+        if id(optimizer) in self._kept or any(optimizer in each.sub_optimizers for each in self._hybrids):
+            return
+        if isinstance(optimizer, HybridDeviceOptimizer):
+            self._kept[id(optimizer)] = _HybridState(optimizer)
+            self._hybrids.append(optimizer)
+        else:
+            self._kept[id(optimizer)] = _OptimizerState(optimizer)
+        besides = set(_parameters_of(optimizer)) - self._parameters
+        self._parameters |= besides
+        self._besides.append(_Tensors(besides))
+
+    def put_back(self) -> None:
+        for kept in (*self._besides, *self._kept.values()):
+            kept.put_back()
+
+    def close(self) -> None:
+        self._seeing.remove()
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [each for group in getattr(optimizer, "param_groups", ()) for each in group["params"]]
 
 
 @contextmanager
 def _kept(model: nn.Module, stateful: Sequence[Any]) -> Iterator[Callable[[], None]]:
     """Inside, the value puts everything back; at the end it is put back, too."""
-    parameters = dict.fromkeys(model.parameters())
+    parameters = {parameter: parameter.requires_grad for parameter in model.parameters()}
     buffers = [(module, dict(module._buffers), module.training) for module in model.modules()]
-    tensors = _Tensors(iter([*parameters, *(each for each in model.buffers())]))
+    tensors = _Tensors([*parameters, *model.buffers()])
     grads = {parameter: parameter.grad for parameter in parameters}
     gradients = _Tensors(each for each in grads.values() if each is not None)
     others = [(each, copy.deepcopy(each.state_dict())) for each in stateful]
-    optimizers: dict[int, _OptimizerState] = {}
     drawn = torch.get_rng_state(), random.getstate()
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     numpy: Any = sys.modules.get("numpy")
     of_numpy = None if numpy is None else numpy.random.get_state()
-
-    def see(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) not in optimizers:
-            optimizers[id(optimizer)] = _OptimizerState(optimizer)
+    optimizers = _Optimizers(parameters)
 
     def put_back() -> None:
         for module, named, training in buffers:
@@ -324,11 +404,11 @@ def _kept(model: nn.Module, stateful: Sequence[Any]) -> Iterator[Callable[[], No
             module._buffers.update(named)
             module.training = training
         tensors.put_back()
-        for parameter, grad in grads.items():
-            parameter.grad = grad
+        for parameter, requires_grad in parameters.items():
+            parameter.requires_grad = requires_grad
+            parameter.grad = grads[parameter]
         gradients.put_back()
-        for optimizer in optimizers.values():
-            optimizer.put_back()
+        optimizers.put_back()
         for each, state in others:
             each.load_state_dict(copy.deepcopy(state))
         torch.set_rng_state(drawn[0])
@@ -338,9 +418,8 @@ def _kept(model: nn.Module, stateful: Sequence[Any]) -> Iterator[Callable[[], No
         if of_numpy is not None:
             numpy.random.set_state(of_numpy)
 
-    seeing = register_optimizer_step_pre_hook(see)
     try:
         yield put_back
     finally:
-        seeing.remove()
+        optimizers.close()
         put_back()

@@ -215,3 +215,118 @@ def test_what_cannot_be_compared_is_refused() -> None:
     handle.remove()
     with pytest.raises(ValueError, match="budget_s"):
         offload.compare(loop.model, loop.step, budget_s=0)
+    with pytest.raises(ValueError, match="'grops', must be one of"):
+        offload.compare(loop.model, loop.step, modes=[False, "grops"])
+
+
+class Habits:
+    """Loops that change more than a plain one does."""
+
+    def hybrid_with_masters(self, model: nn.Module) -> torch.optim.Optimizer:
+        model.bfloat16()
+        return offload.HybridDeviceOptimizer(model.parameters(), 1.0, param_update_in_fp32=True, lr=1e-3)
+
+    def hybrid_in_the_backward(self, model: nn.Module) -> torch.optim.Optimizer:
+        return offload.HybridDeviceOptimizer(model.parameters(), lr=1e-3, overlap="backward", model=model)
+
+    def hybrid_of_torchs_own(self, model: nn.Module) -> torch.optim.Optimizer:
+        return offload.HybridDeviceOptimizer(model.parameters(), 0, lr=0.1)
+
+    def rate_is_a_tensor(self, model: nn.Module) -> torch.optim.Optimizer:
+        self.rate = torch.tensor(0.1)
+        return torch.optim.AdamW(model.parameters(), lr=self.rate, foreach=False)
+
+    def groups_are_added(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def rate_falls_before_a_step(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps_another_parameter(self, model: nn.Module) -> torch.optim.Optimizer:
+        self.besides = nn.Parameter(torch.ones(3))
+        return torch.optim.SGD([*model.parameters(), self.besides], lr=0.1)
+
+    def freezes(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def odd_buffers(self, model: nn.Module) -> torch.optim.Optimizer:
+        model.register_buffer("rows", torch.ones(1, 2).expand(4, 2))
+        with torch.inference_mode():
+            model.register_buffer("made", torch.ones(4))
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+HABITS = [name for name in vars(Habits) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("name", HABITS)
+def test_it_goes_on_as_a_loop_that_was_never_compared(name: str, steps: int) -> None:
+    def trained(compared: bool) -> list[Any]:
+        torch.manual_seed(0)
+        habits = Habits()
+        half_built = offload.HybridDeviceOptimizer.__new__(offload.HybridDeviceOptimizer)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)) for _ in range(2)))
+        optimizer: Any = getattr(habits, name)(model)
+        x = torch.randn(8, 32, dtype=next(model.parameters()).dtype)
+
+        def step() -> None:
+            if name == "rate_falls_before_a_step":
+                optimizer.param_groups[0]["lr"] *= 0.5
+            model(x).float().square().mean().backward()
+            if name == "steps_another_parameter":
+                habits.besides.grad = torch.ones(3)
+            optimizer.step()
+            optimizer.zero_grad()
+            if name == "groups_are_added" and len(optimizer.param_groups) == 1:
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+            if name == "freezes":
+                next(model.parameters()).requires_grad_(False)
+
+        for _ in range(steps):
+            step()
+        if compared:
+            offload.compare(model, step, modes=[False, "checkpoint"], budget_s=0.01)
+        if name == "rate_is_a_tensor":
+            habits.rate.mul_(0.5)  # the user's own hand on it
+        for _ in range(2):
+            step()
+        found = optimizer.state_dict()
+        values = [value for entry in found["state"].values() for value in entry.values()]
+        groups = [len(found["param_groups"]), found["param_groups"][0]["lr"]]
+        parameters = [*model.parameters(), *getattr(habits, "besides", torch.ones(0))]
+        result = bits(parameters, model.buffers(), values, groups)
+        result.append([each.requires_grad for each in model.parameters()])
+        if hasattr(optimizer, "close"):
+            optimizer.close()
+        del half_built
+        return result
+
+    assert same(trained(compared=False), trained(compared=True))
+
+
+def test_a_step_that_a_mode_cannot_take_is_a_row() -> None:
+    torch.manual_seed(0)
+    model: Any = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), backend="eager")
+
+    def step() -> None:
+        model(torch.randn(4, 8)).sum().backward()
+        model.zero_grad()
+
+    nothing, recomputed, moved = offload.compare(
+        model, step, modes=[False, "checkpoint", "groups"], budget_s=0.01
+    ).rows
+    assert recomputed.why_not.startswith("fails: block")
+    assert [nothing.why_not, moved.why_not] == ["", ""]
+
+
+def test_a_peak_is_not_that_of_the_mode_before() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+    def step() -> None:  # without an optimizer, which would end steps
+        model(torch.randn(64, WIDTH)).sum().backward()
+        model.zero_grad()
+
+    moves = {"mode": "groups", "min_numel": 1, "blocks": ["0", "1", "2"]}
+    moved, nothing = offload.compare(model, step, modes=[moves, False], budget_s=0.01).rows
+    assert moved.peak_bytes > 0 == nothing.peak_bytes
