@@ -118,15 +118,20 @@ class UserState:
             self.all[member.parameter] = {
                 key: value if key in homes else loaded_value(key, value, tensor, counts)
                 for key, value in entry.items()
-                if key != MASTER or self._with_masters
+                if key != MASTER or self._shows_master(member)
             }
         self.take_over()
+
+    def _shows_master(self, member: ParamView) -> bool:
+        """Not of a weight that comes and goes and is its own master: no tensor is its memory."""
+        own = member.home is not None and not self._placed.part_of(member).has_master(member)
+        return self._with_masters and not own
 
     def _homes(self, member: ParamView) -> dict[Any, list[Tensor]]:
         """Where an entry's values lie that are not in memory of the class's own, by key."""
         part = self._placed.part_of(member)
         found: dict[Any, list[Tensor]] = part.homes(member)
-        if self._with_masters:
+        if self._shows_master(member):
             found = found | {MASTER: [local_of(part.master(member)).detach()]}
         return found
 
@@ -153,7 +158,7 @@ class UserState:
             entry: Any = self.all.get(member.parameter)
             if member.index in made or (kept and entry is None):
                 entry = self.all[member.parameter] = made.get(member.index, {})
-            names = (*kept, *([MASTER] if self._with_masters else [])) if entry or kept else ()
+            names = (*kept, *([MASTER] if self._shows_master(member) else [])) if entry or kept else ()
             if missing := [name for name in names if name not in entry]:
                 homes = self._homes(member)
                 for name in missing:

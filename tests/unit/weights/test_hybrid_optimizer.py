@@ -15,6 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import offload
 from offload.device.sim import ExecutorName
+from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
 from tests.optim_pair import EXECUTORS, OVERLAPS, Overlap
@@ -233,6 +234,28 @@ def test_state_is_by_parameter_and_goes_on_in_a_new_optimizer(overlap: Overlap) 
             ours.load_state_dict(saved)
             pair.train(2, optimizers=(ours, its))
             close((ours, its))
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_float32_weights_are_their_own_masters_and_their_state_loads(fraction: float) -> None:
+    """A state dict of before a write has no old weight as a master."""
+    with streamed() as pair:
+        made = [
+            HybridDeviceOptimizer(model.parameters(), fraction, param_update_in_fp32=True, engine=engine)
+            for model, engine in (
+                (pair.model, pair.stream._engine),
+                (pair.plain, OffloadEngine(device="sim")),
+            )
+        ]
+        for _ in range(3):
+            step((made[0], made[1]), pair)
+            for optimizer in made:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            for model in (pair.model, pair.plain):
+                with torch.no_grad():
+                    model.layers[1].up.weight.mul_(0.5)
+        assert "master_param" not in made[0].state[pair.model.layers[3].up.weight]
+        close((made[0], made[1]))
 
 
 def test_weights_that_are_given_back_end_the_optimizers_steps_and_keep_its_state(overlap: Overlap) -> None:
