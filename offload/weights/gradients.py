@@ -94,8 +94,10 @@ class GradientStream(Client):
         self.residency = Residency(engine, self.name, self.blocks, window)
         self.order = Order()
         self.figures = GradientFigures(window_bytes=window)
-        self.reduced_later = any(isinstance(each, DistributedDataParallel) for each in model.modules())
-        """Gradients are final when the backward has ended."""
+        self.reduced_later = self.unused_are_read = False
+        """Gradients are final when the backward has ended; then those of unused parameters are read, too."""
+        for module in model.modules():
+            self._note_replicas(module)
         # not sent yet: what made it, and whether it was brought for that
         self._made: list[tuple[Gradient, Lane, bool]] = []
         # by graph task: what torch is about to add to, and the call at its end, which lives as long as it
@@ -142,11 +144,20 @@ class GradientStream(Client):
         with self._lock:
             if torch._C._current_graph_task_id() == -1:  # no recompute
                 self._settle()
-            # DDP around it, if any
-            self.reduced_later |= getattr(DistributedDataParallel, "_active_ddp_module", self) is not None
+            for each in (module, getattr(DistributedDataParallel, "_active_ddp_module", None)):
+                self._note_replicas(each)
+
+    def _note_replicas(self, module: object) -> None:
+        if isinstance(module, DistributedDataParallel):
+            self.reduced_later = True
+            self.unused_are_read |= module.find_unused_parameters or module.static_graph
 
     def leave(self, state: None, output: Any, failed: bool) -> None:
         with self._lock:
+            forward = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+            if self.unused_are_read and forward:
+                for gradient in self.gradients:  # DDP's C++ reads, and writes, what this forward did not use
+                    self.let_go(gradient)
             self._trim()
 
     def _settle(self) -> None:

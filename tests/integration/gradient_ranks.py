@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import offload
 from offload import OffloadConfig, PipelineOffloadManager, configure
 from tests.inside import gradients_of, streams_from
-from tests.unit.weights.streamed import ROWS, WIDTH, Model, squares
+from tests.unit.weights.streamed import ROWS, WIDTH, Model
 
 Build = Callable[[nn.Module], tuple[Any, Any]]
 
@@ -41,6 +41,7 @@ BUILDS: dict[str, Build] = {
     "applied first": lambda model: around(model),
     "applied to it": outside,
     "weights, too": streamed,
+    "unused": lambda model: around(model, find_unused_parameters=True),
     "bucket views": lambda model: around(model, gradient_as_bucket_view=True),
 }
 
@@ -49,8 +50,9 @@ def reduced_by_hand(model: nn.Module) -> tuple[nn.Module, Any]:
     return model, offload.apply(model, gradients="host")
 
 
-def trained(rank: int, model: Any, *, by_hand: bool) -> list[torch.Tensor]:
+def trained(rank: int, model: Any, *, name: str) -> list[torch.Tensor]:
     """Norms, gradients and weights of two steps of three microbatches, of which the last is reduced."""
+    by_hand, skip = name == "by hand", (2,) if name == "unused" else ()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []
     for step in range(2):
@@ -59,7 +61,7 @@ def trained(rank: int, model: Any, *, by_hand: bool) -> list[torch.Tensor]:
                 ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * number + rank)
             )
             with nullcontext() if by_hand or number == 2 else model.no_sync():
-                squares(model, x).backward()
+                model(x, skip=skip if number == 2 else ()).square().sum().backward()
         for parameter in model.parameters() if by_hand else ():
             dist.all_reduce(parameter.grad)
         found.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
@@ -76,12 +78,16 @@ def rank_main(rank: int, world: int) -> dict[str, Any]:
         model, by_hand = Model(), name == "by hand"
         plain: Any = copy.deepcopy(model)
         if not by_hand:
-            plain = DistributedDataParallel(plain, gradient_as_bucket_view=name == "bucket views")
-        expected = trained(rank, plain, by_hand=by_hand)
+            plain = DistributedDataParallel(
+                plain,
+                gradient_as_bucket_view=name == "bucket views",
+                find_unused_parameters=name == "unused",
+            )
+        expected = trained(rank, plain, name=name)
         configure(OffloadConfig(min_offloaded_tensor_size=1), device="sim")
         with streams_from(WIDTH * WIDTH):
             whole, handle = build(model)
-            found = trained(rank, whole, by_hand=by_hand)
+            found = trained(rank, whole, name=name)
             cases[name] = {
                 "bitwise": len(found) == len(expected) and all(map(torch.equal, found, expected)),
                 "out_bytes": handle.gradients.out_bytes,

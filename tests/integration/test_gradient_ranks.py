@@ -22,5 +22,7 @@ def test_the_whole_sum_of_the_microbatches_is_reduced(two_ranks: list[dict[str, 
         assert case["bitwise"]
         if name == "bucket views":  # once they are reduced, their memory is the buckets'
             assert case["out_bytes"] == 2 * case["host_bytes"]
+        elif name == "unused":  # by the last backward, whose forward skips a block
+            assert case["out_bytes"] > 2 * case["host_bytes"]
         else:
             assert case["out_bytes"] >= 3 * case["host_bytes"]
