@@ -42,9 +42,13 @@ def test_chunks_of_experts_have_the_bits_of_one_product(
     counts = torch.bincount(draws, minlength=EXPERTS).tolist()
     ends = torch.tensor([*itertools.accumulate(counts)], dtype=torch.int32, device="cuda")
     x = torch.randn(rows, HIDDEN if transposed else WIDTH, device="cuda", dtype=dtype)
-    w = torch.randn(EXPERTS, WIDTH, HIDDEN, device="cuda", dtype=dtype)
-    w = w.transpose(1, 2) if transposed else w
-    whole = functional.grouped_mm(x, w, offs=ends)
+    weight = torch.randn(EXPERTS, WIDTH, HIDDEN, device="cuda", dtype=dtype)
+
+    def laid(matrices: Tensor) -> Tensor:
+        """In the weight's order of memory, as the copies are: float32 has other bits in another one."""
+        return matrices.transpose(1, 2) if transposed else matrices
+
+    whole = functional.grouped_mm(x, laid(weight), offs=ends)
     used = [expert for expert, count in enumerate(counts) if count]
     slices = x.split(counts)
     for size in (1, 2, 5, len(used)):
@@ -53,7 +57,7 @@ def test_chunks_of_experts_have_the_bits_of_one_product(
             chunk = used[start : start + size]
             numbers = [counts[expert] for expert in chunk]
             offs = torch.tensor([*itertools.accumulate(numbers)], dtype=torch.int32, device="cuda")
-            stacked = torch.stack([w[expert] for expert in chunk])
+            stacked = laid(torch.stack([weight[expert] for expert in chunk]))
             y = functional.grouped_mm(torch.cat([slices[expert] for expert in chunk]), stacked, offs=offs)
             found |= zip(chunk, y.split(numbers), strict=True)
         assert torch.equal(torch.cat([found[expert] for expert in used]), whole), size
@@ -81,7 +85,7 @@ class Model(nn.Module):
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("checkpoints", [None, False, True])
 @pytest.mark.parametrize("rows", [3, 60, 2000])
-@pytest.mark.parametrize("weights", ["host", "38MB"])
+@pytest.mark.parametrize("weights", ["host", "60MB"])
 def test_steps_have_the_bits_of_resident_experts(checkpoints: bool | None, rows: int, weights: str) -> None:
     torch.manual_seed(0)
     model = Model(checkpoints).to("cuda", torch.bfloat16)
@@ -127,5 +131,5 @@ def test_memory_stays_in_the_room_and_settles() -> None:
     for each in by_expert(handle):
         assert each.room.present_bytes_peak <= each.weight.nbytes * 2 // LAYERS
     rooms = 2 * LAYER_BYTES
-    activations = 64 << 20
+    activations = 80 << 20
     assert torch.cuda.max_memory_allocated() < rooms + activations
