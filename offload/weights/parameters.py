@@ -283,10 +283,21 @@ class Parameters:
         return weight.on_host()
 
     def take_host_writes(self, block: BlockWeights) -> None:
-        """Somebody may have written to what `host_copy` gave: the device's bytes are old then."""
-        written = [weight for weight in block.weights if weight.take_host_writes()]
-        if not written:
-            return
+        """Somebody may have written to what `host_copy` gave: the device's bytes are old then. Raises
+        OffloadError for a write that is lost, when all others are taken."""
+        written, lost = list[Weight](), None
+        for weight in block.weights:
+            try:
+                if weight.take_host_writes():
+                    written.append(weight)
+            except OffloadError as error:
+                lost = error
+        if written:
+            self._take_writes(block, written)
+        if lost is not None:
+            raise lost
+
+    def _take_writes(self, block: BlockWeights, written: list[Weight]) -> None:
         for weight in written:
             weight.dirty = False
             weight.writes += 1

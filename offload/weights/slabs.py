@@ -70,7 +70,7 @@ def write_slab(
         }
         bias = getattr(weight.module(), "bias", None) if weight.attribute == "weight" else None
         if isinstance(bias, Tensor):
-            found["bias"] = bias.detach().cpu().float()
+            found["bias"] = bias.detach().to("cpu", torch.float32, copy=True)
         tensors |= {f"{name}.{kind}": tensor for kind, tensor in found.items()}
         layers.append(
             {

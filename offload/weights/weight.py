@@ -21,6 +21,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.device import Device, Event, Lane
 from offload.device.rows import expand_rows
@@ -209,7 +210,9 @@ class Weight:
         self._on_host: Tensor | None = None
         self._array: Callable[[], object] = _nobody  # whose memory the host's copy is
         self._host_version = 0
-        self._unexpanded: list[weakref.ref[ExpandedLater]] = []
+        self._copies: Any = (
+            WeakTensorKeyDictionary()
+        )  # of an INT8 weight, in state dicts: version when written
         self._host_is_old = False  # a step has begun since it was given out
         self._stepped_by: tuple[Callable[[], Stepper | None], int] = _nobody, 0
         self._others_step: tuple[Event, ...] = ()  # of the optimizer that stepped it before that one
@@ -281,8 +284,8 @@ class Weight:
 
     def _leave_to_readers(self, section: HostSection, after: Event | None) -> bool:
         """Whether somebody reads the host's copy, such as a state dict: its memory goes back behind them."""
-        for each in self._unexpanded:
-            if (tensor := each()) is not None:
+        for known in self._copies.data.copy():
+            if (tensor := known()) is not None:
                 ExpandedLater.make_ready(tensor)
         array = self._reader_of_host_copy()
         if array is not None:
@@ -362,8 +365,7 @@ class Weight:
             )
         vars(tensor)["_offload_weight"] = self
         tensor.__class__ = ExpandedLater
-        self._unexpanded = [known for known in self._unexpanded if known() is not None]
-        self._unexpanded.append(weakref.ref(tensor))  # type: ignore[arg-type]
+        self._copies[tensor] = None
         return tensor
 
     def on_host(self) -> Tensor:
@@ -385,7 +387,13 @@ class Weight:
 
     def take_host_writes(self) -> bool:
         """Whether somebody has written the host's copy since this was asked last. Raises OffloadError where
-        it was an old one, and the device's bytes are the weight's then."""
+        it was an old one, and the device's bytes are the weight's then; and where it is of an INT8 weight."""
+        if self.int8:
+            for known, version in self._copies.data.copy().items():
+                if type(copy := known()) is Tensor and copy._version != version:
+                    self._copies[copy] = copy._version
+                    raise written(self)
+            return False
         if self._on_host is None or self._on_host._version == self._host_version:
             return False
         self._host_version = self._on_host._version
@@ -408,8 +416,13 @@ class ExpandedLater(Watched):
 
     @classmethod
     def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Raises OffloadError for a write, which the weight does not get."""
+        owners = [vars(tensor)["_offload_weight"] for tensor in watched_in((args, kwargs), ExpandedLater)]
         cls.make_ready((args, kwargs))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        for weight in owners:
+            weight.take_host_writes()
+        return result
 
     @classmethod
     def make_ready(cls, found: Any) -> None:
@@ -419,6 +432,7 @@ class ExpandedLater(Watched):
             tensor.__class__ = plain
             values, scales = weight.int8_views(weight.master)
             expand_rows(values, scales, tensor)
+            weight._copies[tensor] = tensor._version
 
 
 @dataclass(eq=False)

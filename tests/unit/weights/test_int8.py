@@ -246,6 +246,39 @@ def test_a_state_dict_outlives_the_weights() -> None:
         assert torch.equal(state[name], value), name
 
 
+def test_a_write_to_a_state_dict_is_no_silent_loss() -> None:
+    with int8() as pair:
+        x = torch.randn(ROWS, WIDTH)
+        state = pair.model.state_dict()
+        read, name = state["layers.1.up.weight"].clone(), "layers.2.up.weight"
+        with pytest.raises(OffloadError, match=r"layers\.2\.up\.weight is held as INT8"):
+            state[name].mul_(2)
+        state["layers.1.up.weight"].mul_(2)  # had been read, so torch alone is called
+        with pytest.raises(OffloadError, match=r"layers\.1\.up\.weight is held as INT8"):
+            squares(pair.model, x)
+        assert torch.equal(squares(pair.model, x), squares(pair.plain, x))
+        assert torch.equal(pair.model.state_dict()["layers.1.up.weight"], read)
+
+
+def test_a_lost_write_hides_no_other_in_its_block() -> None:
+    """Of one block that is on the device, one weight's state is written in time, the next one's too late."""
+    with int8(weights="1MB") as pair:
+        pair.handle.dequantize("layers.1")
+        state, x = pair.model.state_dict(), torch.randn(ROWS, WIDTH)
+        squares(pair.model, x)
+        assert pair.stream.blocks[1].present
+        with torch.no_grad():
+            pair.model.layers[1].down.weight.mul_(2)
+            pair.plain.layers[1].down.weight.mul_(2)
+            pair.plain.layers[1].up.weight.mul_(3)
+            state["layers.1.up.weight"].mul_(3)
+            state["layers.1.down.weight"].mul_(0)
+        del state
+        with pytest.raises(OffloadError, match="old one"):
+            squares(pair.model, x)
+        assert torch.equal(squares(pair.model, x), squares(pair.plain, x))
+
+
 # -- who writes ----------------------------------------------------------------------------------------------
 def add(pair: Pair) -> None:
     with torch.no_grad():

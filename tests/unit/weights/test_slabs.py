@@ -65,6 +65,17 @@ def test_a_slab_has_the_values_by_the_formulas_and_a_manifest_of_them(slab: Slab
         assert torch.equal(tensors[layer["bias_key"]], module.bias)
 
 
+def test_biases_that_stream_are_in_it(tmp_path: Path) -> None:
+    model = other()
+    with installed(build_manager()), streams_from(WIDTH):
+        handle = offload.apply(model, weights="host", quantize="int8")
+        handle.write_slab(tmp_path / "model")
+        assert torch.equal(
+            load_file(tmp_path / "model.safetensors")["layers.0.up.bias"], other().layers[0].up.bias
+        )
+        handle.remove()
+
+
 @pytest.mark.req("Q-2")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_trains_on_a_slab_as_on_the_weights_in_it(slab: Slab, dtype: torch.dtype) -> None:
