@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from offload.device.rows import expand_rows, quantize_rows
+from offload.errors import OffloadError
 
 __all__ = ["QuantLinear", "QuantLinearLoRA"]
 
@@ -45,20 +46,21 @@ class QuantLinear(nn.Module):
             raise ValueError(f"QuantLinear of a {tuple(weight.shape)} weight with values that are inf or nan")
         self.register_buffer("values", values)
         self.register_buffer("scales", scales)
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().float())
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone().float())
 
     def expanded(self, dtype: torch.dtype) -> Tensor:
         """The weight's elements: (out_features, in_features)."""
-        out = torch.empty_like(self.values, dtype=dtype)
-        expand_rows(self.values, self.scales, out)
-        return out
+        return _expanded(self.values, self.scales, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., in_features). Returns (..., out_features)."""
+        """x: (..., in_features). Returns (..., out_features). Its backward raises OffloadError where values
+        or scales were written in between."""
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        weight = self.expanded(dtype)
-        ours = weight.untyped_storage()._cdata
+        values, scales, weight = self.values, self.scales, self.expanded(dtype)
+        versions = _version(values), _version(scales)
+        has_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        ours = weight.untyped_storage()._cdata if has_hooks else 0  # a transform's tensor has none
 
         def pack(tensor: Tensor) -> Any:
             if tensor.untyped_storage()._cdata != ours:
@@ -66,10 +68,17 @@ class QuantLinear(nn.Module):
             return tensor.shape, tensor.stride(), tensor.storage_offset()
 
         def unpack(kept: Any) -> Tensor:
-            return kept if isinstance(kept, Tensor) else self.expanded(dtype).as_strided(*kept)
+            if isinstance(kept, Tensor):
+                return kept
+            if versions != (_version(values), _version(scales)):
+                raise OffloadError(
+                    f"values or scales of a QuantLinear of {tuple(values.shape)} were written between its "
+                    "forward and its backward, such as by load_state_dict(): write them after the backward"
+                )
+            return _expanded(values, scales, dtype).as_strided(*kept)
 
         hooks: Any = nullcontext()
-        if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        if has_hooks:
             hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         with hooks:
             return F.linear(x, weight, None if self.bias is None else self.bias.to(dtype))
@@ -87,6 +96,16 @@ class QuantLinear(nn.Module):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         )
+
+
+def _expanded(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.empty_like(values, dtype=dtype)
+    expand_rows(values, scales, out)
+    return out
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class QuantLinearLoRA(QuantLinear):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from offload import QuantLinear, QuantLinearLoRA
+from offload import OffloadError, QuantLinear, QuantLinearLoRA
 from tests.unit.weights.streamed import dequantized
 
 
@@ -128,3 +128,34 @@ def test_what_cannot_be() -> None:
     linear.weight.data[1, 1] = float("nan")
     with pytest.raises(ValueError, match="inf or nan"):
         QuantLinear(linear)
+
+
+def test_a_backward_reads_the_weight_of_its_forward() -> None:
+    ours, its = pair()
+    x = torch.randn(3, 24, requires_grad=True)
+    (expected,) = torch.autograd.grad(its(x).sum(), x)
+    y = ours(x)
+    ours.values = torch.zeros_like(ours.values)  # another tensor
+    ours.to("meta")
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+    ours, _ = pair()
+    y = ours(x)
+    ours.load_state_dict(QuantLinear(nn.Linear(24, 40)).state_dict())
+    with pytest.raises(OffloadError, match="between its forward and its backward"):
+        y.sum().backward()
+
+
+def test_its_bias_is_its_own() -> None:
+    linear = nn.Linear(24, 40)
+    ours = QuantLinear(linear)
+    before = linear.bias.detach().clone()
+    nn.init.ones_(linear.bias)
+    assert ours.bias is not None
+    assert torch.equal(ours.bias, before)
+
+
+def test_it_goes_into_transforms() -> None:
+    ours, its = pair()
+    x = torch.randn(24)
+    grads = [torch.func.grad(lambda x, module=module: module(x).sum())(x) for module in (ours, its)]
+    assert torch.equal(*grads)
