@@ -89,11 +89,13 @@ class StreamedWeight(Watched):
             if answer is not NotImplemented:
                 return answer
         if func in _ADDRESS:
+            of, asked = ("the gradient of ", "gradients") if owners[0].is_gradient else ("", "weights")
             raise OffloadError(
-                f"{getattr(func, '__name__', func)}() of {owners[0].name}, whose bytes apply(weights=...) "
-                "brings to the device and takes away again: an address would outlive them. Use clone(), or "
-                "state_dict(), or call remove() on apply's handle first. A compiled function asks for it of "
-                "weights outside of their block: do not compile it, nor the optimizer's step"
+                f"{getattr(func, '__name__', func)}() of {of}{owners[0].name}, whose bytes "
+                f"apply({asked}=...) brings to the device and takes away again: an address would outlive "
+                "them. Use clone(), or state_dict(), or call remove() on apply's handle first. A compiled "
+                "function asks for it of weights outside of their block and of gradients: do not compile it, "
+                "nor an optimizer's step"
             )
         if func is torch.chunk:
             _refuse_wrapper(owners[0])
@@ -218,8 +220,9 @@ def owner_of(tensor: Tensor) -> Weight:
     """Raises OffloadError where the weight is streamed no more: its module has another one by now."""
     weight: Weight | None = vars(tensor)[HOME]()
     if weight is None or weight.holder() is None:
+        kind = "gradient" if isinstance(tensor, StreamedGradient) else "weight"
         raise OffloadError(
-            f"a weight of shape {tuple(tensor.shape)} was streamed, and its module has another parameter in "
+            f"a {kind} of shape {tuple(tensor.shape)} was streamed, and its module has another parameter in "
             "its place since, or the model is gone: its bytes are gone with it. Read it before"
         )
     return weight

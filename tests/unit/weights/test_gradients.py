@@ -606,6 +606,13 @@ def test_figures_are_told() -> None:
             assert "gradients of 13 parameters, 25.60 kB, wait on the host" in text
 
 
+def test_an_address_is_refused_with_the_gradients_name() -> None:
+    with waiting() as pair:
+        backward(pair)
+        with pytest.raises(OffloadError, match=r"of the gradient of layers.3.up.weight.*apply\(gradients="):
+            weight_of(pair.model).grad.data_ptr()
+
+
 def test_a_graph_over_them_is_refused() -> None:
     with waiting() as pair:
         backward(pair)

@@ -132,9 +132,7 @@ def test_graphs_that_are_recorded_around_blocks(compiled: str) -> None:
 def test_parameters_that_fsdp_takes_over_afterwards(sharded: str, tmp_path: Path) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = Model()
         handle = offload.apply(model, weights="host")
