@@ -11,6 +11,7 @@ import pytest
 import bench_conductor
 
 
+@pytest.mark.slow
 def test_a_work_is_printed_with_the_same_bits_in_both_arms(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

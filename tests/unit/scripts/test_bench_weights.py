@@ -10,6 +10,7 @@ import pytest
 import bench_weights
 
 
+@pytest.mark.slow
 def test_int8_rows_have_the_bits_of_the_expanded_weights(capsys: pytest.CaptureFixture[str]) -> None:
     bench_weights.main(["--tiny", "--work", "70b", "--rows", "nothing,host"])
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
@@ -31,6 +32,7 @@ def test_each_row_is_printed_and_has_the_bits_of_nothing(
     assert figures["in_bytes"] == 2 * 7 * 4 * 1024 * 1024  # of one block, in each direction of the step
 
 
+@pytest.mark.slow
 def test_full_training_is_measured_beside_its_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.json"
     bench_weights.main(["--tiny", "--work", "full", "--out", str(out)])
