@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import hashlib
 import os
 import secrets
 import struct
@@ -213,9 +214,10 @@ def shared_by_torchrun(limit_bytes: int) -> SharedHostBudget | None:
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < 2:
         return None
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT")
-    job = "-".join(os.environ.get(name, "") for name in names)
+    job = "\n".join(os.environ.get(name, "") for name in names)
     with suppress(OSError):
-        found = SharedHostBudget(_path_of("".join(c if c.isalnum() else "-" for c in job)), limit_bytes)
+        name = hashlib.sha256(job.encode()).hexdigest()[:16]  # of any length, and of one job alone
+        found = SharedHostBudget(_path_of(name), limit_bytes)
         found.is_named = False
         return found
     return None

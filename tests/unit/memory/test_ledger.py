@@ -177,3 +177,15 @@ def test_ranks_of_torchrun_share_by_default_and_a_process_alone_does_not(
     other.kill()
     mine._here._leave()
     assert not mine.is_named
+
+
+def test_jobs_with_long_names_and_like_ones_have_a_budget_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    budgets = []
+    for name in ("a.job", "a-job", "long" * 100):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"{name}/{time.time_ns()}" if len(name) > 9 else name)
+        budgets.append(shared_by_torchrun(LIMIT))
+    for budget in budgets:
+        assert budget is not None
+        assert sum(budget.counts_with(each) for each in budgets if each is not None) == 1
+        budget._here._leave()
