@@ -51,10 +51,11 @@ class GradientOffloadHook:
     def _accumulated(self, parameter: Tensor) -> None:
         if (grad := parameter.grad) is None:
             return
-        if grad.requires_grad:
+        if grad.requires_grad or grad.layout is not torch.strided:
+            what = "is sparse" if not grad.requires_grad else "has a graph of its own (create_graph=True)"
             raise OffloadError(
-                f"a gradient of shape {tuple(grad.shape)} has a graph of its own (create_graph=True), which "
-                "cannot be copied to the host: call remove_hooks() for such a backward"
+                f"a gradient of shape {tuple(grad.shape)} {what}, which cannot be copied to the host: "
+                "register other parameters alone, or call remove_hooks() for such a backward"
             )
         before = self._held.pop(id(parameter), None)
         if self._release:

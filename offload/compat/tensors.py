@@ -45,7 +45,8 @@ __all__ = ["OffloadHandle", "TensorOffloader"]
 @dataclass(eq=False, slots=True)
 class _Copy:
     """A copy in flight between `tensor` and `buffer`. order: the note's title. lane: computed when it was
-    issued. held: what keeps the copy, and both sides with it, until it has passed or was waited for."""
+    issued. held: what keeps the copy, and both sides with it, until it has passed or was waited for. Any
+    thread takes it out."""
 
     engine: OffloadEngine
     event: Event
@@ -53,7 +54,7 @@ class _Copy:
     tensor: Tensor
     buffer: Tensor
     lane: Lane
-    held: deque[_Copy]
+    held: dict[_Copy, None]
 
     def await_weights(self, indices: Sequence[int] = ()) -> None:
         """The current lane comes after it, and the one that gets a reload's memory back. Before a capture in
@@ -64,8 +65,8 @@ class _Copy:
             device.wait(self.lane, self.event, self.order)
             if device.compute is not self.lane:
                 device.wait(device.compute, self.event, self.order)
-        if self.order == "read" and self in self.held:
-            self.held.remove(self)
+        if self.order == "read":
+            self.held.pop(self, None)
 
 
 class _Loan:
@@ -130,8 +131,8 @@ class TensorOffloader:
         self.pool = self.new_pool() if use_pool else None
         self._handles: weakref.WeakSet[OffloadHandle] = weakref.WeakSet()
         self.returned: deque[tuple[TensorPool, Tensor, Event | None]] = deque()
-        self._leaving: deque[_Copy] = deque()
-        self._coming: deque[_Copy] = deque()
+        self._leaving: dict[_Copy, None] = {}
+        self._coming: dict[_Copy, None] = {}
 
     def new_pool(self) -> TensorPool:
         arena = self.engine.arena if self._pin else None
@@ -203,12 +204,18 @@ class TensorOffloader:
             return handle
 
     def _follow(
-        self, copies: deque[_Copy], loan: _Loan, order: str, tensor: Tensor, held: bool, watched: bool = True
+        self,
+        copies: dict[_Copy, None],
+        loan: _Loan,
+        order: str,
+        tensor: Tensor,
+        held: bool,
+        watched: bool = True,
     ) -> None:
         """The tensor is held until the copy has passed, and waited for: at once, or when it is touched."""
         assert loan.event is not None
         copy = _Copy(self.engine, loan.event, order, tensor, loan.buffer, self._device.compute, copies)
-        copies.append(copy)
+        copies[copy] = None
         if held:
             copy.await_weights()
         elif watched:
@@ -307,7 +314,9 @@ class TensorOffloader:
     # -- waiting, and the end --------------------------------------------------------------------------------
     def sync_offload(self) -> None:
         """Block the host until every copy to the host has passed: `cpu_tensor` of each handle is whole."""
-        for handle in list(self._handles):
+        with self.engine.lock:
+            handles = list(self._handles)
+        for handle in handles:
             self._device.synchronize(handle.event)
         self._wait_for(self._leaving)
 
@@ -316,11 +325,11 @@ class TensorOffloader:
         self._wait_for(self._coming)
 
     @staticmethod
-    def _wait_for(copies: deque[_Copy]) -> None:
+    def _wait_for(copies: dict[_Copy, None]) -> None:
         for copy in list(copies):
             copy.await_weights()
             await_all(copy.tensor)
-        copies.clear()
+            copies.pop(copy, None)
 
     def sync_all(self) -> None:
         """`sync_offload` and `sync_reload`."""
@@ -344,12 +353,16 @@ class TensorOffloader:
     def _collect(self) -> None:
         """Let go of what has passed, and of buffers that nobody holds."""
         limit = self.engine.limits.max_spilling_bytes or DEFAULT_IN_FLIGHT_BYTES
-        while sum(copy.buffer.nbytes for copy in self._leaving) > limit:
-            self._device.synchronize(self._leaving[0].event)
-            await_all(self._leaving.popleft().tensor)  # which ends its reference to the copy, too
+        in_flight = sum(copy.buffer.nbytes for copy in list(self._leaving))
         for copies in (self._leaving, self._coming):
-            while copies and self._device.poll(copies[0].event):
-                await_all(copies.popleft().tensor)
+            for copy in list(copies):
+                if copies is self._leaving and in_flight > limit:
+                    self._device.synchronize(copy.event)
+                elif not self._device.poll(copy.event):
+                    break
+                in_flight -= copy.buffer.nbytes
+                copies.pop(copy, None)
+                await_all(copy.tensor)  # which ends its reference to the copy, too
         self._take_returned()
 
     def _take_returned(self) -> None:

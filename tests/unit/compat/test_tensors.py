@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -298,3 +300,33 @@ def test_more_than_the_limit_in_flight_blocks_for_the_oldest() -> None:
         assert [reference() is not None for reference in alive[:2]] == [False, False]
         for number, handle in enumerate(handles):
             assert torch.equal(offloader.reload(handle), torch.full((10,), float(number)))
+
+
+def test_threads_share_an_offloader() -> None:
+    failed: list[BaseException] = []
+    with offloading("random") as offloader:
+
+        def work() -> None:
+            try:
+                for number in range(60):
+                    tensor = torch.randn(8)
+                    original = tensor.clone()
+                    handle = offloader.offload(tensor)
+                    tensor.add_(1)
+                    assert torch.equal(offloader.reload(handle), original)
+                    if number % 5 == 0:
+                        offloader.sync_all()
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+        assert failed == []

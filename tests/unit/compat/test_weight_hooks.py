@@ -285,6 +285,10 @@ def test_clear_drops_what_is_held_and_what_cannot_be_held_is_an_error() -> None:
         for parameter in pair.ours.parameters():
             parameter.grad = None
         hook.clear()
+        sparse = nn.Embedding(5, 3, sparse=True)
+        hook.register(sparse.parameters())
+        with pytest.raises(OffloadError, match="is sparse"):
+            sparse(torch.tensor([1])).sum().backward()
 
 
 @pytest.mark.req("S3-81")
