@@ -314,11 +314,13 @@ class _OptimizerState:
 class _HybridState:
     """Its state is where its workers have it, who wait for whoever holds a tensor of it."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: HybridDeviceOptimizer) -> None:
         self._optimizer, self._state = optimizer, tree_map(_on_host, optimizer.state_dict())
 
     def put_back(self) -> None:
         self._optimizer.load_state_dict(copy.deepcopy(self._state))
+        if not self._state["state"]:  # float32 masters begin at the weights
+            self._optimizer.update_fp32_param_by_new_param()
 
 
 def _on_host(value: Any) -> Any:

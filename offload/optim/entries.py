@@ -221,11 +221,9 @@ class UserState:
                 if _is_in(value, places[0]):
                     for place in places[1:]:  # counts of one parameter's pieces
                         place.copy_(places[0])
-                elif key in entry or key in lent:
+                elif key in entry or (key in lent and key != MASTER):
                     if key == MASTER and not part.has_master(member):
                         value = places[0]
-                    elif key == MASTER and key not in entry:  # it begins anew, at the weights
-                        value = local_of(member.parameter).detach()
                     found.append((member, entry, key, places, value))
         return found
 

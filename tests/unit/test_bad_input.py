@@ -348,7 +348,7 @@ CALLS: dict[str, tuple[Call, type[BaseException], str]] = {
     "offload of another device": (
         lambda: handler().offload(torch.empty(4, device="meta")),
         ValueError,
-        "offload of a tensor on meta, but this handler's device is sim; move it there first",
+        "offload of a tensor on meta, but the engine's device is sim; move it there first",
     ),
     # building
     "unknown device": (
