@@ -44,6 +44,9 @@ def run(
     return written, said.getvalue()
 
 
+pytestmark = pytest.mark.slow  # two launches of two ranks
+
+
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     options = ("--schedules", "1f1b,zbv", "--rows", "nothing,ours", "--verify")
