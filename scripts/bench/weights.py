@@ -169,6 +169,13 @@ HEADER = (
 )
 
 
+def compared(row: dict[str, Any], nothing: dict[str, Any] | None) -> str:
+    """Whether a row has the bits of the row `nothing`; one that ran without it says so."""
+    if nothing is None:
+        return "not compared"
+    return "same" if row["bits"] == nothing["bits"] else "DIFFER"
+
+
 def line(row: dict[str, Any], nothing: dict[str, Any] | None) -> str:
     ms, weights = statistics.median(row["ms"]), row["weights"]
     beside = None if nothing is None else statistics.median(nothing["ms"])
@@ -184,6 +191,5 @@ def line(row: dict[str, Any], nothing: dict[str, Any] | None) -> str:
     else:
         cells += [str(weights["kept_blocks"]), f"{weights['in_bytes'] / GB:.2f}"]
         cells += [f"{weights['stall_ms']:.1f}", str(weights["hits"]), str(weights["misses"])]
-    same = nothing is None or row["bits"] == nothing["bits"]
-    bits = ("same" if same else "DIFFER") if row["bits"] else "not seen"
+    bits = compared(row, nothing) if row["bits"] else "not seen"
     return "| " + " | ".join([*cells, bits]) + " |"

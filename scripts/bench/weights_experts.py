@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import moe
 import offload
 from bench import gradients
-from bench.weights import GB, LoraLinear, link_gb_s, run_steps
+from bench.weights import GB, LoraLinear, compared, link_gb_s, run_steps
 from moe.attention import rotation_tables
 
 ROWS = "nothing,16,32,host,activations,both"
@@ -145,5 +145,4 @@ def line(row: dict[str, Any], nothing: dict[str, Any] | None) -> str:
             f"{weights['counts_ms']:.1f}",
         ]
         cells += [str(weights["expert_hits"]), str(weights["expert_misses"])]
-    same = nothing is None or row["bits"] == nothing["bits"]
-    return "| " + " | ".join([*cells, "same" if same else "DIFFER"]) + " |"
+    return "| " + " | ".join([*cells, compared(row, nothing)]) + " |"

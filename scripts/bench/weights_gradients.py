@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import offload
-from bench.weights import GB, TINY, Model, Shape, link_gb_s, run_steps
+from bench.weights import GB, TINY, Model, Shape, compared, link_gb_s, run_steps
 
 ROWS = "nothing,host,clipped"
 MICROBATCHES = 4
@@ -67,5 +67,4 @@ def line(row: dict[str, Any], nothing: dict[str, Any] | None) -> str:
     else:
         in_bytes, out_bytes, stall_ms = row["moved"]
         cells += [f"{in_bytes / GB:.2f}", f"{out_bytes / GB:.2f}", f"{stall_ms:.1f}"]
-    same = nothing is None or row["bits"] == nothing["bits"]
-    return "| " + " | ".join([*cells, "same" if same else "DIFFER"]) + " |"
+    return "| " + " | ".join([*cells, compared(row, nothing)]) + " |"
