@@ -25,7 +25,7 @@ from offload.apply import Applied as Applied
 from offload.apply import activations, apply
 from offload.compare import Compared as Compared
 from offload.compare import Comparison as Comparison
-from offload.compare import compare
+from offload.compare import compare as compare
 from offload.compat.group import OffloadTensorGroup as OffloadTensorGroup
 
 # the errors one by one and the sources' spellings are importable, and no part of `__all__`
@@ -40,7 +40,7 @@ from offload.compat.interface import (
 from offload.compat.manager import PipelineOffloadManager
 from offload.compat.tensor_pool import GPUTensorPool as GPUTensorPool
 from offload.compat.tensor_pool import TensorPool as TensorPool
-from offload.conductor.arbiter import Conductor
+from offload.conductor.arbiter import Conductor as Conductor
 from offload.conductor.config import ConductorConfig as ConductorConfig
 from offload.config import OffloadConfig
 from offload.engine import OffloadEngine
@@ -53,7 +53,7 @@ from offload.errors import RecomputeDiffersError as RecomputeDiffersError
 from offload.errors import RecordStateError as RecordStateError
 from offload.errors import StaleHandleError as StaleHandleError
 from offload.errors import WeightFileError as WeightFileError
-from offload.load import load_weights
+from offload.load import load_weights as load_weights
 from offload.marks import backward_record as backward_record
 from offload.marks import (
     capturing,
@@ -93,7 +93,6 @@ process.manager_type = PipelineOffloadManager
 packages.install()
 
 __all__ = [
-    "Conductor",
     "FSDPGPUOptimizerWrapper",
     "HostBudgetError",
     "HybridDeviceOptimizer",
@@ -105,14 +104,12 @@ __all__ = [
     "activations",
     "apply",
     "capturing",
-    "compare",
     "configure",
     "disable_offload",
     "enable_offload",
     "group_commit",
     "group_start",
     "init_chunk_handler",
-    "load_weights",
     "mark_not_offloadable",
     "offload_hooks",
     "plot",

@@ -28,8 +28,12 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from offload.memory.budget import HostBudget, checked_limit
+from offload.sizes import bytes_text
+from offload.telemetry.speaker import speaker
 
 __all__ = ["GUARANTEED_SHARE", "SharedHostBudget", "shared_by_store", "shared_by_torchrun"]
+
+logger = speaker(__name__)
 
 GUARANTEED_SHARE = 0.4
 """Of its demand: what a process gets, where that is less than limit / 2N."""
@@ -122,7 +126,7 @@ class SharedHostBudget:
         together; the least that a living process gives holds. Raises ValueError for a negative one, OSError
         where the file cannot be made.
 
-    Each call takes some 20 microseconds for each process, so an arena asks when it grows and never per block.
+    Each call takes a lock of the file for each process, so an arena asks when it grows and never per block.
     """
 
     is_named = True
@@ -210,17 +214,25 @@ def shared_by_store(store: Strings, host_key: str, limit_bytes: int) -> SharedHo
 
 def shared_by_torchrun(limit_bytes: int) -> SharedHostBudget | None:
     """The budget of the ranks that one `torchrun` started on this host; None in a process of its own, and
-    where no such file can be made."""
+    where no such file can be made, which is said."""
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < 2:
         return None
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT")
     job = "\n".join(os.environ.get(name, "") for name in names)
-    with suppress(OSError):
-        name = hashlib.sha256(job.encode()).hexdigest()[:16]  # of any length, and of one job alone
-        found = SharedHostBudget(_path_of(name), limit_bytes)
-        found.is_named = False
-        return found
-    return None
+    path = _path_of(hashlib.sha256(job.encode()).hexdigest()[:16])  # of any length, and of one job alone
+    try:
+        found = SharedHostBudget(path, limit_bytes)
+    except OSError as error:
+        logger.warning(
+            "%s cannot be made (%s), so each rank of this host may pin %s by itself, and all together more "
+            "than there is; give each its share as host_limit",
+            path,
+            error,
+            bytes_text(limit_bytes),
+        )
+        return None
+    found.is_named = False
+    return found
 
 
 def _folder() -> Path:

@@ -217,7 +217,7 @@ def routings(draw: st.DrawFn) -> tuple[int, list[list[list[int]]]]:
     return experts, steps
 
 
-@settings(max_examples=25)
+@settings(max_examples=60)
 @given(
     routings(),
     st.booleans(),

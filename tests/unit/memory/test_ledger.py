@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from offload.memory.ledger import SharedHostBudget, shared_by_store, shared_by_torchrun
+from offload.sizes import bytes_text
 
 FORK = multiprocessing.get_context("fork")
 LIMIT = 1000
@@ -189,3 +190,12 @@ def test_jobs_with_long_names_and_like_ones_have_a_budget_each(monkeypatch: pyte
         assert budget is not None
         assert sum(budget.counts_with(each) for each in budgets if each is not None) == 1
         budget._here._leave()
+
+
+def test_ranks_that_can_share_nothing_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("offload.memory.ledger._folder", lambda: tmp_path / "absent")
+    assert shared_by_torchrun(LIMIT) is None
+    assert f"so each rank of this host may pin {bytes_text(LIMIT)} by itself" in caplog.text
