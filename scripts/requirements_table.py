@@ -7,8 +7,9 @@ A row of which no proof is run by the README's test command, scripts/test.sh on 
 where one is run: "proved on a GPU", "proved with Megatron", "proved in the slow run".
 
 One invariant: only tests make a row proved, never a hand. A mark on what is expected to fail, is always
-skipped, or skips itself for a reason that this file does not know, is refused. The library half (read_rows,
-read_marks) is what the tests of the table use.
+skipped or returns early is refused here; whether a test that carries one *ran* only a run can tell, and does:
+`ProofsThatRan` is the part of pytest that tests/conftest.py puts in. The library half (read_rows, read_marks)
+is what the tests of the table use.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import ast
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "requirements.md"
@@ -29,21 +30,6 @@ ROW = re.compile(
     r"^\| (?P<number>(?:S[0-4]|W|Q)-\d+) \| (?P<text>[^|]+) \| (?P<state>[^|]*) \|(?P<proof>[^|]*)\|$"
 )
 NOT_YET = "Not yet:"
-CONDITIONS = {
-    "megatron": "with Megatron",
-    "not torch.cuda.is_available()": "on a GPU",
-    # of the extra test, which the README's command installs
-    "'transformers'": "",
-    "'peft'": "",
-    "'accelerate'": "",
-    # true of the machine that the README's command is for
-    "torch.accelerator.is_available()": "",
-    "torch.cuda.is_available()": "",
-    "sys.platform": "",
-    "shutil.which": "",
-    "hasattr": "",  # a version of torch
-}
-"""By what the condition of a skipif says: where such a test is run, "" where the README's command runs it."""
 
 
 class Proof(NamedTuple):
@@ -94,12 +80,13 @@ def read_marks(tests: Path = ROOT / "tests") -> dict[str, list[Proof]]:
     for its file.
 
     Raises ValueError for a mark on what proves nothing: on a function or class beside `xfail` or `skip`,
-    below a class or in a file that has it, on one parameter set beside it, or beside a skip whose condition
-    is unknown. A function of which some parameter sets fail still proves by the others.
+    below a class or in a file that has it, on one parameter set beside it, or on a test that may return
+    before its end. A function of which some parameter sets fail still proves by the others.
     """
     marks: dict[str, list[Proof]] = defaultdict(list)
     for path in sorted(tests.rglob("test_*.py")):
-        for number, proof in _File(path).marks():
+        file = path.read_text()
+        for number, proof in _File(path, file).marks() if "mark.req" in file else ():
             if proof not in marks[number]:
                 marks[number].append(proof)
     return dict(marks)
@@ -108,8 +95,8 @@ def read_marks(tests: Path = ROOT / "tests") -> dict[str, list[Proof]]:
 class _File:
     """One file of tests."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.tree = path, ast.parse(path.read_text(), str(path))
+    def __init__(self, path: Path, text: str) -> None:
+        self.path, self.tree = path, ast.parse(text, str(path))
         # marks that have a name, such as ON_LINUX = pytest.mark.skipif(...); the last assignment is the one
         self.named = {
             ast.unparse(line.targets[0]): line.value
@@ -121,10 +108,10 @@ class _File:
         """(requirement, its proof) of every mark."""
         yield from self._below(self.tree, self.path.name, self._members(self.named.get("pytestmark")))
 
-    def _below(self, node: ast.AST, test: str, around: list[ast.expr]) -> Iterator[tuple[str, Proof]]:
+    def _below(self, node: ast.AST, test: str, around: list[ast.AST]) -> Iterator[tuple[str, Proof]]:
         """around: the other marks that hold here: the file's, a class's, the function's own."""
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            test, around = node.name, [*around, *node.decorator_list, *_skips_in(node)]
+            test, around = node.name, [*around, *node.decorator_list, *_returns_in(node)]
         elif isinstance(node, ast.Call):
             function = ast.unparse(node.func)
             if function.endswith("mark.req"):
@@ -143,11 +130,10 @@ class _File:
             return []
         return list(value.elts) if isinstance(value, ast.List | ast.Tuple) else [value]
 
-    def _needs(self, mark: ast.expr, test: str) -> str:
+    def _needs(self, mark: ast.AST, test: str) -> str:
         """Where a test with this mark is run. ValueError if nowhere, or nobody knows."""
         mark = self.named.get(ast.unparse(mark), mark)
         name = ast.unparse(mark.func if isinstance(mark, ast.Call) else mark)
-        said = ast.unparse(mark)
         who = f"{self.path.name}: {test}"
         if name.endswith(("mark.xfail", "mark.skip")):
             fails = "is expected to fail" if name.endswith("xfail") else "is always skipped"
@@ -156,23 +142,65 @@ class _File:
             return "on a GPU"
         if name.endswith("mark.slow"):
             return "in the slow run"
-        if name.endswith(("mark.skipif", "needs_megatron", "pytest.skip", "pytest.importorskip")):
-            for part, needs in CONDITIONS.items():
-                if part in said:
-                    return needs
+        if name.endswith("needs_megatron"):
+            return "with Megatron"
+        if isinstance(mark, ast.Return):
             raise ValueError(
-                f"{who} carries a req mark and skips itself by {said}; say in CONDITIONS of "
-                f"{Path(__file__).name} where it is run"
+                f"{who} carries a req mark and returns in line {mark.lineno}, before its end, as if it had "
+                "proved all of it; write if and else, or two tests"
             )
         return ""
 
 
-def _skips_in(node: ast.AST) -> list[ast.expr]:
-    """The calls by which a function may skip itself."""
-    if isinstance(node, ast.ClassDef):
-        return []
-    calls = (inner for inner in ast.walk(node) if isinstance(inner, ast.Call))
-    return [call for call in calls if ast.unparse(call.func) in ("pytest.skip", "pytest.importorskip")]
+def _returns_in(node: ast.AST) -> Iterator[ast.AST]:
+    """The returns of a test function itself, not of functions in it."""
+    for inner in ast.iter_child_nodes(node):
+        if isinstance(inner, ast.Return):
+            yield inner
+        elif not isinstance(inner, ast.FunctionDef | ast.ClassDef | ast.Lambda):
+            yield from _returns_in(inner)
+
+
+class ProofsThatRan:
+    """pytest's plugin: the rows that a run of tests has proved, whatever was skipped, and by what means.
+
+    With `pytest --every-row`, as scripts/test.sh runs all tests, a row that the table calls proved without
+    saying where, and of which no proof ran to its end and passed, fails the run. Any other run names the
+    rows whose proofs it met and did not run.
+    """
+
+    def __init__(self, rows: dict[str, Row]) -> None:
+        self._expected = {number for number, row in rows.items() if row.state in ("proved", "partly")}
+        self._proved: set[str] = set()
+        self._met: dict[str, str] = {}
+
+    def pytest_collection_modifyitems(self, items: Sequence[Any]) -> None:
+        for item in items:
+            numbers = [number for mark in item.iter_markers("req") for number in mark.args]
+            item.user_properties.append(("req", numbers))  # with the reports, also from another process
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        for number in dict(report.user_properties).get("req", ()):
+            if report.when == "call" and report.passed and not hasattr(report, "wasxfail"):
+                self._proved.add(number)
+            elif report.skipped:
+                why = "is expected to fail" if hasattr(report, "wasxfail") else report.longrepr[2]
+                self._met[number] = f"{report.nodeid}: {why}"
+
+    def unproved(self, every_row: bool) -> dict[str, str]:
+        """What became of the proof, by row."""
+        asked = self._expected if every_row else self._met.keys()
+        return {row: self._met.get(row, "no proof of it ran") for row in sorted(asked - self._proved)}
+
+    def pytest_sessionfinish(self, session: Any) -> None:
+        config = session.config
+        asked = config.getoption("--every-row", False) and not hasattr(config, "workerinput")
+        if asked and self.unproved(every_row=True):
+            session.exitstatus = session.exitstatus or 1
+
+    def pytest_terminal_summary(self, terminalreporter: Any, config: Any) -> None:
+        for number, why in self.unproved(config.getoption("--every-row", False)).items():
+            terminalreporter.write_line(f"{number} is not proved in this run: {why}")
 
 
 def refreshed(row: Row, proofs: list[Proof]) -> Row:

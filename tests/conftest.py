@@ -13,9 +13,9 @@ import torch
 
 from offload import engines
 from offload.telemetry import speaker
-from scripts.requirements_table import TABLE, read_rows
+from scripts.requirements_table import TABLE, ProofsThatRan, read_rows
 
-KNOWN_NUMBERS = frozenset(read_rows())
+ROWS = read_rows()
 
 # a GPU machine may have pytest and no hypothesis; the property tests skip themselves there
 with contextlib.suppress(ImportError):
@@ -51,10 +51,22 @@ def _no_default_engine_of_another_test() -> Iterator[None]:
     engines._defaults.clear()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-row",
+        action="store_true",
+        help="fail if no proof ran of a row that docs/requirements.md calls proved",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ProofsThatRan(ROWS))
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for mark in metafunc.definition.iter_markers("req"):
         for number in mark.args or ("no number",):
-            if number not in KNOWN_NUMBERS:
+            if number not in ROWS:
                 test = metafunc.definition.nodeid
                 raise pytest.Collector.CollectError(
                     f"{test}: {TABLE.name} has no row for req({number!r}); correct the mark or add the row"

@@ -6,10 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from scripts.requirements_table import NOT_YET, STATES, Proof, Row, parse, read_marks, read_rows, refreshed
+from scripts.requirements_table import (
+    NOT_YET,
+    STATES,
+    Proof,
+    ProofsThatRan,
+    Row,
+    parse,
+    read_marks,
+    read_rows,
+    refreshed,
+)
+
+pytest_plugins = ["pytester"]
 
 # The sources' last numbers; every block starts at 1 and has no gap.
 LAST_NUMBER = {"S0": 74, "S1": 60, "S2": 105, "S3": 96, "S4": 48, "W": 15, "Q": 6}
+
+
+@pytest.fixture(scope="module")
+def marks() -> dict[str, list[Proof]]:
+    return read_marks()
 
 
 def test_every_number_of_every_block_has_a_row() -> None:
@@ -18,9 +35,10 @@ def test_every_number_of_every_block_has_a_row() -> None:
     }
 
 
-def test_the_states_are_what_the_marks_of_the_tests_give_and_the_named_test_is_one_of_them() -> None:
+def test_the_states_are_what_the_marks_of_the_tests_give_and_the_named_test_is_one_of_them(
+    marks: dict[str, list[Proof]],
+) -> None:
     """So a proof that needs a GPU or Megatron says so. How many more tests there are is not compared here."""
-    marks = read_marks()
     for number, row in read_rows().items():
         proofs = marks.get(number, [])
         assert row.state == refreshed(row, proofs).state, f"{number}: run scripts/requirements_table.py"
@@ -36,8 +54,8 @@ def test_every_state_begins_with_one_of_four_and_only_what_is_proved_says_where(
         assert not (state == "proved" and NOT_YET in row.text), number
 
 
-def test_every_mark_names_a_row() -> None:
-    assert {number: tests for number, tests in read_marks().items() if number not in read_rows()} == {}
+def test_every_mark_names_a_row(marks: dict[str, list[Proof]]) -> None:
+    assert {number: tests for number, tests in marks.items() if number not in read_rows()} == {}
 
 
 def test_a_row_is_written_as_it_was_read() -> None:
@@ -114,7 +132,6 @@ def test_parameter_sets_that_pass_prove_although_another_is_expected_to_fail(tmp
 
 
 WHERE = {
-    "": "@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='/proc')\n",
     "on a GPU": "@pytest.mark.gpus(2)\n",
     "in the slow run": "@pytest.mark.slow\n",
     "with Megatron": "@needs_megatron\n",
@@ -140,19 +157,79 @@ def test_a_whole_file_on_a_gpu_and_a_mark_with_a_name_are_followed(tmp_path: Pat
     }
 
 
-@pytest.mark.parametrize(
-    "skips",
-    [
-        "@pytest.mark.skipif(full_moon(), reason='')\n{}def test_one(): ...\n",
-        "{}def test_one():\n    pytest.skip('?')\n",
-    ],
-)
-def test_a_proof_that_skips_itself_for_an_unknown_reason_is_refused(skips: str, tmp_path: Path) -> None:
-    (tmp_path / "test_one.py").write_text(skips.format("@pytest.mark.req('S0-2')\n"))
-    with pytest.raises(
-        ValueError, match=r"test_one carries a req mark and skips itself by .*; say in CONDITIONS"
-    ):
+def test_a_proof_that_returns_before_its_end_is_refused_and_one_with_a_function_that_returns_is_not(
+    tmp_path: Path,
+) -> None:
+    """A skip of which no run tells: the test passes."""
+    file = tmp_path / "test_one.py"
+    file.write_text("@pytest.mark.req('S0-2')\ndef test_one():\n    def two():\n        return 2\n")
+    assert read_marks(tmp_path) == {"S0-2": [Proof("test_one")]}
+    file.write_text("@pytest.mark.req('S0-2')\ndef test_one():\n    if not GPU:\n        return\n")
+    with pytest.raises(ValueError, match="test_one carries a req mark and returns in line 4, before its end"):
         read_marks(tmp_path)
+
+
+WAYS_NOT_TO_RUN = {
+    "skipif by an expression": "@pytest.mark.skipif('1 + 1 == 2', reason='')\n{mark}def test_one(): ...\n",
+    "skipif by a name": "odd = pytest.mark.skipif(True, reason='')\n@odd\n{mark}def test_one(): ...\n",
+    "a module that is not there": "pytest.importorskip('no_such_module')\n{mark}def test_one(): ...\n",
+    "the whole file": "pytest.skip('', allow_module_level=True)\n{mark}def test_one(): ...\n",
+    "in the test": "{mark}def test_one():\n    pytest.importorskip('no_such_module')\n",
+    "a fixture": "@pytest.fixture\ndef one():\n    pytest.skip('')\n{mark}def test_one(one): ...\n",
+    "a fixture of every test": "@pytest.fixture(autouse=True)\ndef one():\n    pytest.skip('')\n"
+    "{mark}def test_one(): ...\n",
+    "a helper": "def needs_one():\n    pytest.skip('')\n{mark}def test_one():\n    needs_one()\n",
+    "another's exception": "import unittest\n{mark}def test_one():\n    raise unittest.SkipTest\n",
+    "before each of a class": "class TestOne:\n    def setup_method(self):\n        pytest.skip('')\n"
+    "    {mark}    def test_one(self): ...\n",
+    "no set of parameters": "@pytest.mark.parametrize('n', [])\n{mark}def test_one(n): ...\n",
+    "only sets that are skipped": "@pytest.mark.parametrize('n', [pytest.param(1, marks=pytest.mark.skip)])\n"
+    "{mark}def test_one(n): ...\n",
+    "expected to fail from within": "{mark}def test_one():\n    pytest.xfail('')\n",
+    "expected to fail by a fixture": "@pytest.fixture\ndef one(request):\n"
+    "    request.applymarker(pytest.mark.xfail)\n{mark}def test_one(one):\n    assert False\n",
+    "left out by name": "{mark}def test_of_slow_things(): ...\n",
+    "not collected": "{mark}def one(): ...\n",
+}
+
+
+def test_a_row_whose_proof_did_not_run_is_not_proved_in_that_run(pytester: pytest.Pytester) -> None:
+    """Whatever the form of the skip: outcomes are read, not sources."""
+    some = "@pytest.mark.parametrize('n', [1, pytest.param(2, marks=pytest.mark.skip)])\n"
+    ways = [*WAYS_NOT_TO_RUN, "ran", "ran with one of two sets", "needs a GPU"]
+    rows = {way: Row(way, "text", "proved on a GPU" if "GPU" in way else "proved", "") for way in ways}
+    sources = {
+        **WAYS_NOT_TO_RUN,
+        "ran": "{mark}def test_one(): ...\n",
+        "ran with one of two sets": some + "{mark}def test_one(n): ...\n",
+    }
+    for i, (way, source) in enumerate(sources.items()):
+        marked = source.format(mark=f'@pytest.mark.req("{way}")\n')
+        pytester.makepyfile(**{f"test_{i}": f"import pytest\n{marked}"})
+    ran = ProofsThatRan(rows)
+    pytester.inline_run("-k", "not slow", "-p", "no:cacheprovider", plugins=[ran])
+    assert ran.unproved(every_row=True).keys() == WAYS_NOT_TO_RUN.keys()
+    # a run that was asked for less says what it met and did not run
+    unmet = {"a module that is not there", "the whole file", "left out by name", "not collected"}
+    assert ran.unproved(every_row=False).keys() == WAYS_NOT_TO_RUN.keys() - unmet
+
+
+@pytest.mark.parametrize("every_row", [True, False])
+def test_a_run_of_all_tests_fails_for_a_row_without_a_proof_and_says_which(
+    pytester: pytest.Pytester, every_row: bool
+) -> None:
+    pytester.makepyfile("import pytest\n@pytest.mark.req('S0-1')\ndef test_one(): pytest.skip('no link')\n")
+    pytester.makeconftest(
+        "from scripts.requirements_table import ProofsThatRan, Row\n"
+        "def pytest_addoption(parser): parser.addoption('--every-row', action='store_true')\n"
+        "def pytest_configure(config): config.pluginmanager.register(ProofsThatRan({\n"
+        "    'S0-1': Row('S0-1', '', 'proved', ''), 'S0-2': Row('S0-2', '', 'proved', '')}))\n"
+    )
+    result = pytester.runpytest("-p", "no:cacheprovider", *(["--every-row"] if every_row else []))
+    assert result.ret == int(every_row)
+    result.stdout.fnmatch_lines("S0-1 is not proved in this run: *::test_one: Skipped: no link")
+    if every_row:
+        result.stdout.fnmatch_lines("S0-2 is not proved in this run: no proof of it ran")
 
 
 GPU, USUAL = Proof("test_gpu", "on a GPU"), Proof("test_usual")
