@@ -4,7 +4,8 @@
 A row is *proved* if a test carries its number, `@pytest.mark.req("S2-13")`; *built* if the code is there and
 nothing proves it yet; else *open*. A row whose text says what is "Not yet:" there is *partly* proved at most.
 A row of which no proof is run by the README's test command, scripts/test.sh on a machine without a GPU, says
-where one is run: "proved on a GPU", "proved with Megatron", "proved in the slow run".
+where one is run: "proved on a GPU", "proved with Megatron", "proved in the slow run". A row whose text says
+what is proved "On a GPU:" alone is "proved in part on a GPU", or partly where no proof is run on one.
 
 One invariant: only tests make a row proved, never a hand. A mark on what is expected to fail, is always
 skipped or returns early is refused here; whether a test that carries one *ran* only a run can tell, and does:
@@ -30,6 +31,8 @@ ROW = re.compile(
     r"^\| (?P<number>(?:S[0-4]|W|Q)-\d+) \| (?P<text>[^|]+) \| (?P<state>[^|]*) \|(?P<proof>[^|]*)\|$"
 )
 NOT_YET = "Not yet:"
+ON_A_GPU = "On a GPU:"
+IN_PART = "in part on a GPU"
 
 
 class Proof(NamedTuple):
@@ -170,7 +173,9 @@ class ProofsThatRan:
     """
 
     def __init__(self, rows: dict[str, Row]) -> None:
-        self._expected = {number for number, row in rows.items() if row.state in ("proved", "partly")}
+        self._expected = {
+            number for number, row in rows.items() if row.state in ("proved", "partly", f"proved {IN_PART}")
+        }
         self._proved: set[str] = set()
         self._met: dict[str, str] = {}
 
@@ -210,8 +215,12 @@ def refreshed(row: Row, proofs: list[Proof]) -> Row:
         return row._replace(state=row.state if row.state in ("open", "built") else "built", proof="")
     # The README's command comes first: what it runs is the proof that a reader can have.
     proofs = sorted(proofs, key=lambda proof: proof.needs != "")
-    state = "partly" if NOT_YET in row.text else "proved"
-    needs = "" if proofs[0].needs == "" else " or ".join(sorted({proof.needs for proof in proofs}))
+    elsewhere = ON_A_GPU in row.text
+    open_part = NOT_YET in row.text or (elsewhere and not any("GPU" in proof.needs for proof in proofs))
+    state = "partly" if open_part else "proved"
+    needs = " or ".join(sorted({proof.needs for proof in proofs}))
+    if proofs[0].needs == "":
+        needs = IN_PART if elsewhere and not open_part else ""
     more = [f"+{len(proofs) - 1}"] if len(proofs) > 1 else []
     return row._replace(state=f"{state} {needs}".strip(), proof=" ".join([proofs[0].test, *more]))
 

@@ -12,7 +12,7 @@ import bench_moe
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.req("S3-91")
+@pytest.mark.req("S3-57", "S3-91")
 def test_what_experts_save_leaves_in_torchs_memory_for_a_quarter_of_its_cost(tmp_path: Path) -> None:
     """The published save_on_cpu waits for each of its copies, and 0.165 of the tokens a second remain."""
     out = tmp_path / "rows.json"

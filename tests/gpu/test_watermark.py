@@ -55,7 +55,7 @@ def train(model: nn.Module, runtime: ActivationRuntime | None, steps: int = 3) -
     return seen, peak
 
 
-@pytest.mark.req("S0-17")
+@pytest.mark.req("S0-17", "S2-30")
 def test_each_direction_has_a_stream_of_its_own(engine: OffloadEngine) -> None:
     device = engine.device
     assert isinstance(device, CudaDevice)
@@ -65,7 +65,7 @@ def test_each_direction_has_a_stream_of_its_own(engine: OffloadEngine) -> None:
     engine.close()
 
 
-@pytest.mark.req("S0-7", "S0-10")
+@pytest.mark.req("S0-7", "S0-9", "S0-10")
 @pytest.mark.parametrize("order", ["forecast", "reactive"])
 def test_above_the_mark_the_bits_are_those_of_the_run_without_and_the_peak_is_lower(
     order: str, engine: OffloadEngine

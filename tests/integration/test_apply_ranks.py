@@ -43,6 +43,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks_once(tmp_path_factory, "apply-ranks", rank_main, 2)
 
 
+@pytest.mark.req("S4-14")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("spread", SPREADS)
 def test_a_model_that_is_spread_keeps_its_bits_and_its_parameters_stay(

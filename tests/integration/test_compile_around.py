@@ -20,6 +20,8 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 from offload import HybridDeviceOptimizer, OffloadEngine, PipelineOffloadManager
+from offload.compat.gradients import GradientOffloadHook
+from offload.compat.tensors import TensorOffloader
 from offload.device.sim import SimDevice
 from tests.integration.compiled import (
     BACKENDS,
@@ -176,19 +178,23 @@ def test_outputs_and_gradients_of_a_compiled_module_come_back_bit_for_bit_when_m
     moved = handler.reload(handler.offload(y))
     assert torch.equal(moved, expected)
     assert moved.data_ptr() != y.data_ptr()
+    offloader = TensorOffloader(engine=manager.engine)
+    assert torch.equal(offloader.reload(offloader.offload(y)), expected)
 
     handler.on_group_start_forward("by hand")
     tag = handler.tensor_push(y)
     handler.on_group_commit_forward(name="by hand")
     assert torch.equal(handler.tensor_pop(tag), expected)
 
+    gradients = torch.autograd.grad(y.square().sum(), list(block.parameters()), retain_graph=True)
+    hook = GradientOffloadHook(offloader)
+    hook.register(block.parameters())
     y.square().sum().backward()
-    for parameter in block.parameters():
+    assert [parameter.grad for parameter in block.parameters()] == [None] * len(gradients)
+    hook.reload_all()
+    for parameter, gradient in zip(block.parameters(), gradients, strict=True):
         assert parameter.grad is not None
-        gradient = parameter.grad.clone()
-        state = handler.offload(parameter.grad)
-        parameter.grad = None
-        assert torch.equal(handler.reload(state), gradient)
+        assert torch.equal(parameter.grad, gradient)
 
 
 @pytest.mark.req("S3-79")

@@ -103,8 +103,15 @@ def test_the_reference_has_every_public_name() -> None:
 @pytest.mark.req("S4-29", "S4-38")
 @pytest.mark.parametrize("page", ["README.md", "docs/modes.md"])
 def test_a_table_of_modes_has_each_mode_and_so_has_the_help(page: str) -> None:
-    rows = [line.split("|")[1] for line in (ROOT / page).read_text().splitlines() if line.startswith("| `")]
-    listed = [mode for row in rows for mode in re.findall(r'`("\w+"|True|False)`', row)]
+    table = re.search(
+        r"^\| [^|]*mode[^|]*\|.*choose it when \|\n\|[-|]+\n((?:\|.*\n)+)",
+        (ROOT / page).read_text(),
+        re.MULTILINE,
+    )
+    assert table is not None
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[1].splitlines()]
+    assert [row[0] for row in rows if not row[-1]] == [], "each says when to choose it"
+    listed = [mode for row in rows for mode in re.findall(r'`("\w+"|True|False)`', row[0])]
     written = {'"' + mode + '"' if isinstance(mode, str) else str(mode) for mode in MODES}
     assert written <= set(listed)
     help_text = str(offload.apply.__doc__)

@@ -111,7 +111,6 @@ def shard(model: Model, mesh: DeviceMesh, **options: Any) -> Model:
     return model
 
 
-@pytest.mark.req("S4-14")
 @pytest.mark.parametrize("hooks_first", [False, True])
 @pytest.mark.parametrize("reshards", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

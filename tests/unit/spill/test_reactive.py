@@ -138,7 +138,7 @@ def test_above_the_mark_a_record_is_returned_and_the_device_tensor_let_go() -> N
         assert block.storage() is None, "nobody holds it any more"
 
 
-@pytest.mark.req("S0-7", "S0-8", "S0-31", "S0-49")
+@pytest.mark.req("S0-7", "S0-8", "S0-49")
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_what_was_spilled_comes_back_bit_by_bit_before_it_is_read(executor: Any) -> None:
     plain = train(blocks(6), None)
@@ -149,7 +149,18 @@ def test_what_was_spilled_comes_back_bit_by_bit_before_it_is_read(executor: Any)
         assert metrics.activations_spilled == metrics.activations_saved == 2 * 6 + 1
 
 
-@pytest.mark.req("S0-7", "S0-31")
+@pytest.mark.req("S0-31")
+@pytest.mark.parametrize("nbytes", [12, 1000, 201 * MIB + 4])
+def test_tensors_from_a_few_bytes_to_over_200_mb_come_back_from_a_slab(nbytes: int) -> None:
+    with reactive([FULL], slabs_per_class=1) as runtime:
+        packed = packed_by(runtime, torch.arange(nbytes // 4, dtype=torch.float32).requires_grad_() * 1)
+        assert packed.record.block.device_bytes is None
+        found = runtime.engine.hooks.unpack(packed)
+        assert torch.equal(found, torch.arange(nbytes // 4, dtype=torch.float32))
+        assert (runtime.pool.pool_hits, runtime.pool.pool_misses) == (1, 0)
+
+
+@pytest.mark.req("S0-7")
 @pytest.mark.parametrize(
     "tensor",
     [
