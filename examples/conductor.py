@@ -48,9 +48,17 @@ def main(steps: int = 4) -> dict[str, Any]:
     model = Model().to(device)
     # a line a step would go to telemetry_file; without it the last one is at hand all the same
     config = ConductorConfig(vram_soft_cap_mb=900, vram_hard_cap_mb=1000, telemetry_interval=0)
-    handle = offload.apply(model, "groups", weights="host", device_limit="3MB", min_numel=1, conductor=config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = offload.HybridDeviceOptimizer(trained, offload_fraction=1.0, lr=1e-3)
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    handle = offload.apply(
+        model,
+        "groups",
+        weights="host",
+        optimizer=optimizer,
+        device_limit="3MB",
+        min_numel=1,
+        conductor=config,
+    )
 
     for step in range(steps):
         x = torch.randn(ROWS, WIDTH, device=device)
@@ -68,7 +76,6 @@ def main(steps: int = 4) -> dict[str, Any]:
     print(f"answers of the conductor: {line['grant_count']} granted, {line['deny_count']} denied")
     print(handle.report())
     handle.remove()
-    optimizer.close()
     return line
 
 

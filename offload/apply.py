@@ -56,8 +56,10 @@ from offload.modules.settings import (
     switch_caches_off,
 )
 from offload.modules.steps import Root, Steps
+from offload.modules.totals import parts_of, refuse_beyond_device, refuse_beyond_host
 from offload.modules.watermark import WatermarkRoot, marks_of
 from offload.modules.weights import WeightsRoot, check_gradients, chosen_weights, weights_limit
+from offload.optim.convert import check_optimizer, move_state_to_host
 from offload.planner.explained import Explanation
 from offload.report import Report, ReportStart, report
 from offload.sizes import argument_bytes
@@ -127,6 +129,7 @@ class Applied:
         self._auto: Auto | None = None
         self._stream: WeightStream | None = None
         self._gradients: GradientStream | None = None
+        self._move_state_back: Callable[[], None] | None = None
         self._caching: list[Any] = []  # configs of transformers whose use_cache was switched off
         self._undo = ExitStack()  # all else that it has changed
 
@@ -181,7 +184,8 @@ class Applied:
 
     def remove(self, device: torch.device | int | str | None = None) -> None:
         """Take every hook off: the model is as it was, with its weights where `apply` found them, on the CPU
-        for a model that was on meta; or all of it on `device`, with weights=: "cpu", or where it trains. A
+        for a model that was on meta; or all of it on `device`, with weights=: "cpu", or where it trains. An
+        `optimizer=` is of its class again, with its state beside the weights where the model trains. A
         backward that is still to come finds its tensors. Called again, it does nothing. Raises ValueError
         inside a forward of the model, and where the weights do not fit into what is free on the device, or
         torch.OutOfMemoryError where that is in pieces; all goes on then. Blocks the host for streamed
@@ -204,6 +208,8 @@ class Applied:
             self._stream.remove(where)
         if where is not None and (model := self._model()) is not None:
             model.to(where)  # and what did not stream
+        if self._move_state_back is not None:
+            self._move_state_back()
         self._root = None
         self._undo.close()
         taken = self._taken
@@ -236,9 +242,15 @@ class Applied:
             raise ValueError(f"write_slab() of {self!r}, of which no weights, or none with values, are INT8")
         return write_slab(path, weights, signature(model, is_adapter), architecture_id)
 
-    def _conduct(self, conductor: Conductor | None, end: Callable[[], None]) -> None:
-        self.conductor = conductor
-        self._undo.callback(end)
+    def _add_parts(
+        self,
+        conductor: Conductor | None,
+        end_conductor: Callable[[], None] | None,
+        move_state_back: Callable[[], None] | None,
+    ) -> None:
+        self.conductor, self._move_state_back = conductor, move_state_back
+        if end_conductor is not None:
+            self._undo.callback(end_conductor)
 
     def _hook(self, module: nn.Module, calls: Calls) -> None:
         assert self._root is not None
@@ -269,7 +281,7 @@ class Applied:
         )
 
     def __repr__(self) -> str:
-        off = self.mode is False and self._stream is None and self._gradients is None
+        off = self.mode is False and not (self._stream or self._gradients or self._move_state_back)
         state = "" if self._root is not None or off else ", removed"
         found = "; ".join(
             f"{group}: {len(names)} module{'s' * (len(names) != 1)}, {names[0]}"
@@ -282,6 +294,8 @@ class Applied:
         if self.gradients is not None:
             what = f"{'no activations' if self.mode is False and not self.weights else what}; "
             what += self.gradients.line()
+        if self._move_state_back is not None:
+            what = f"{what}; the optimizer's state waits on the host"
         return f"<offload.apply({self._name}, mode={self.mode!r}{state}): {what}>"
 
 
@@ -304,11 +318,12 @@ def apply(
     conductor: Conducted = None,
     device: torch.device | int | str | None = None,
     gradients: Literal["host", "device"] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Applied:
     """Offload what `model` saves for its backward, from its next forward on; with `weights`, also the weights
-    of its blocks, and with `gradients` its gradients, or these alone.
+    of its blocks, with `gradients` its gradients, and with `optimizer` that one's state, or these alone.
 
-    mode: None takes the config's `activation_offloading`, "groups" by default; with `weights` or
+    mode: None takes the config's `activation_offloading`, "groups" by default; with `weights`, `optimizer` or
         gradients="host", False.
         "groups": what blocks save, as far as the plan and the limit want it.
         "checkpoint": blocks are recomputed in the backward, and nothing is offloaded.
@@ -367,21 +382,27 @@ def apply(
         where a backward has made them on. The next backward adds to them on the device, as torch does, and
         clipping, scaling, optimizers and the loop find them there when they ask. "device": they stay. None:
         those of weights that stream wait on the host, others stay.
+    optimizer: of torch.optim, stepping parameters of the model: its state goes to the host, as that of a
+        HybridDeviceOptimizer with offload_fraction=1, which it is from now on. It stays the same object, with
+        its groups, state and hooks, and what a scheduler has put on it. One that is a HybridDeviceOptimizer
+        already stays as it is.
     conductor: True: one arbiter for all that moves on this device, activations, weights and optimizer state
         (docs/conductor.md). A ConductorConfig, or a JSON file of the source system, for caps, slots and
         telemetry of your own. It is the process's: it ends with the last handle that has it.
 
     Raises ValueError for anything that cannot be: no blocks, a pattern that matches nothing, an argument that
     the mode has no use for, modules that are applied already, a mode beside another that it excludes, a
-    directory that cannot be written. Nothing has changed then. Blocks the host while memory is pinned, if
-    limits are given; else never.
+    directory that cannot be written; or parts that the conductor's vram_hard_cap_mb, or the total of mode
+    "auto", cannot have together; HostBudgetError, where the host cannot. Nothing has changed then. Blocks the
+    host while memory is pinned, if limits, weights, gradients or an optimizer are given; else never.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"apply got a {type(model).__name__}, must be a torch.nn.Module")
     before = marks.existing_manager()
     config = OffloadConfig() if before is None else before.engine.config
+    by_hand = weights is not None or gradients == "host" or optimizer is not None
     if mode is None:
-        mode = config.activation_offloading if weights is None and gradients != "host" else False
+        mode = False if by_hand else config.activation_offloading
     mode = check_mode("mode", mode)
     limit_bytes = weights_limit(weights)
     if quantize is not None and weights is None:
@@ -393,14 +414,16 @@ def apply(
     if device is not None and weights is None:
         raise ValueError(f"device={device!r} without weights=: a model trains where it is; use model.to()")
     check_gradients(gradients)
+    if optimizer is not None:
+        check_optimizer(optimizer, model)
     if mode is False:
-        if weights is None and gradients != "host" and conductor:
+        if not by_hand and conductor:
             raise ValueError(
                 f"mode=False with conductor={conductor!r}: nothing of {type(model).__name__} moves, so there "
                 "is nothing to arbitrate; leave it out, or build an offload.Conductor for what else moves"
             )
         _declined.add(model)
-        if weights is None and gradients != "host":
+        if not by_hand:
             return Applied(model, mode, {}, None)
     if min_numel is not None:
         check_min_elements(min_numel, "min_numel")
@@ -443,6 +466,13 @@ def apply(
     choice, slab = (None, None) if weights is None else chosen_weights(model, named_blocks, where, quantize)
     waits = gradients == "host" or (gradients is None and choice is not None)
     wait = choose_gradients(model, None if gradients == "host" else choice) if waits else []
+    engine = None if before is None or where != here else before.engine
+    parts = parts_of(model, where, choice, limit_bytes, wait, optimizer, limited.device_limit_bytes)
+    refuse_beyond_host(parts, engine, limited.host_limit_bytes)
+    if conducted is not None:
+        refuse_beyond_device(parts, conducted.hard_bytes, "the conductor's vram_hard_cap_mb")
+    if total_bytes is not None and by_hand:
+        refuse_beyond_device(parts, total_bytes, "device_total")
     if where != here:
         _check_unused(where)
         _check_nothing_waits(before)
@@ -450,18 +480,25 @@ def apply(
     elif limited != config:
         _check_nothing_waits(before)
         marks.change_limits(limited)
+    engine = marks.default_manager().engine
     with ExitStack() as undo:
-        arbiter: Conductor | None = None
-        if conducted is not None:
-            arbiter, end_arbiter = conduct(marks.default_manager().engine, conducted)
+        arbiter, end_arbiter = (None, None) if conducted is None else conduct(engine, conducted)
+        if end_arbiter is not None:
             undo.callback(end_arbiter)
         stream = None
         if choice is not None:
-            stream = WeightStream(marks.default_manager().engine, model, choice, limit_bytes)
+            stream = WeightStream(engine, model, choice, limit_bytes)
+            undo.callback(stream.remove)
             if slab is not None:
                 slab.load_rest(stream.fill)
-        gradient_stream = _gradient_stream(model, wait, stream)
-        end_conductor = undo.pop_all().close
+        gradient_stream = None
+        if wait:
+            gradient_stream = GradientStream(engine, model, wait)
+            undo.callback(gradient_stream.remove)
+            if stream is not None:
+                stream.figures.gradients = gradient_stream.figures
+        move_back = None if optimizer is None else move_state_to_host(optimizer, engine)
+        undo.pop_all()
 
     forget_compiled(model)
     everything = "all tensors" if mode in ALL_TENSORS else None
@@ -473,7 +510,7 @@ def apply(
         handle._undo.callback(_steps.discard, alone)
         handle._hook(model, alone)
         handle._hook_weights(stream, streamed, gradient_stream, model)
-        handle._conduct(arbiter, end_conductor)
+        handle._add_parts(arbiter, end_arbiter, move_back)
         return handle
     root = (
         WatermarkRoot(model, _steps, marks.default_manager, marks_given, min_numel)
@@ -488,7 +525,7 @@ def apply(
         )
     )
     handle = Applied(model, mode, groups, root)
-    handle._conduct(arbiter, end_conductor)
+    handle._add_parts(arbiter, end_arbiter, move_back)
     _steps.add(root)
     handle._undo.callback(_steps.discard, root)
     # first, so that they are inside of the blocks' other hooks
@@ -550,24 +587,6 @@ def _check_unused(where: torch.device) -> None:
             f"device={str(where)!r} beside {handles[0]!r}, which is on another device: one engine copies for "
             "all models of a process; call remove() on that handle first, or use a process for each device"
         )
-
-
-def _gradient_stream(
-    model: nn.Module, wait: Sequence[str], stream: WeightStream | None
-) -> GradientStream | None:
-    """Gradients of these parameters go to the host from now on. Raises HostBudgetError; nothing has moved,
-    and no weight either, then."""
-    if not wait:
-        return None
-    try:
-        found = GradientStream(marks.default_manager().engine, model, wait)
-    except BaseException:
-        if stream is not None:
-            stream.remove()
-        raise
-    if stream is not None:
-        stream.figures.gradients = found.figures
-    return found
 
 
 def is_declined(model: nn.Module) -> bool:

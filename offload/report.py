@@ -15,7 +15,7 @@ import torch.distributed as dist
 from offload.groups.manager import GroupsManager
 from offload.marks import existing_manager
 from offload.sizes import bytes_text
-from offload.telemetry.figures import Figures, Ledger
+from offload.telemetry.figures import Figures, KindFigures, Ledger
 from offload.telemetry.verdict import verdict
 from offload.weights.figures import GradientFigures, WeightFigures
 
@@ -63,6 +63,9 @@ class Report:
     peak: str = ""
     """In which phase of a step the device's memory is highest, where `apply` has seen it."""
 
+    kinds: Mapping[str, KindFigures] = field(default_factory=dict)
+    """What each kind held and waited for in the last step: activations, weights, gradients, optimizer."""
+
     weights: WeightFigures | None = None
     """Figures of weights that stream, in a report of a handle with `weights=`."""
 
@@ -79,7 +82,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """The figures by name, as plain values for JSON: those of `total` at the top, among them
         saved_bytes, moved_bytes, kept_bytes, peak_bytes, host_bytes and stall_ms; `last_step` and `ranks`
-        beside."""
+        beside. `kinds` are of the last step."""
         return {
             **self.total.as_dict(),
             "device_limit_bytes": self.device_limit_bytes,
@@ -87,6 +90,7 @@ class Report:
             "since": self.since,
             "verdict": self.verdict,
             "peak": self.peak,
+            "kinds": {kind: asdict(figures) for kind, figures in self.kinds.items()},
             "weights": None if self.weights is None else self.weights.as_dict(),
             "gradients": None if self.gradients is None else asdict(self.gradients),
             "last_step": self.last_step,
@@ -118,10 +122,10 @@ class Report:
         title = f"offload report: {steps:,} step{'s' * (steps != 1)} since {self.since}"
         if not steps:
             none = f"{title}; {self.remark or 'no step with offload has ended yet'}"
-            return none if self._streamed is None else f"{none}\n\n{self._streamed}"
+            return "\n\n".join(str(each) for each in (none, self._kinds(), self._streamed) if each)
         parts = [*filter(None, [self.verdict]), f"{title}{self.link and ', ' + self.link}"]
         parts += [self.remark] if self.remark and self.remark not in self.verdict else []
-        parts.append(self._figures())
+        parts += [self._figures(), *filter(None, [self._kinds()])]
         parts += [str(each) for each in (self._streamed, self.peak) if each]
         parts += [table for table in (self._groups(), self._stayed(), self._ranks()) if table]
         return "\n\n".join(parts)
@@ -132,6 +136,17 @@ class Report:
         beyond = "" if self.device_limit_bytes is None else f"beyond {self._limit()}"
         rows = [(label, *values) for label, values in _rows(self.last, self.total, beyond)]
         return _table(("", "last step", "in all"), rows)
+
+    def _kinds(self) -> str:
+        """A table, where more than saved tensors moves."""
+        rows = [
+            (kind, *map(bytes_text, sizes), f"{one.stall_ms:,.1f} ms")
+            for kind, one in self.kinds.items()
+            for sizes in [(one.device_bytes, one.host_bytes, one.out_bytes, one.in_bytes)]
+            if any((*sizes, one.stall_ms))
+        ]
+        headers = ("last step, by kind", "on the device", "on the host", "out", "back", "waited for")
+        return _table(headers, rows) if {kind for kind, *_ in rows} - {"activations"} else ""
 
     def _limit(self) -> str:
         names = {"auto": "what device_total leaves", "config": "device_limit", "": "device_limit"}
@@ -259,6 +274,7 @@ def _report(
         since=since,
         total=ledger.total,
         last=ledger.last,
+        kinds=ledger.kinds,
         device_limit_bytes=None if limits is None else limits.device_limit_bytes,
         device_limit_by=limit_by,
         # until it has one, it bounds what recomputes leave, and not the device
@@ -312,15 +328,6 @@ def _rows(last: Figures, total: Figures, beyond: str) -> Iterator[tuple[str, tup
         )
     stalls = [f"{found.stall_ms:,.1f} ms in {found.stall_count:,} waits" for found in (last, total)]
     yield "stalls: compute waited, in the step before", (stalls[0], stalls[1])
-    for name, copies in total.clients.items():
-        if name == "groups" or not (copies.out_bytes or copies.in_bytes):
-            continue
-        pairs = [found.clients.get(name) for found in (last, total)]
-        texts = [
-            "-" if one is None else f"{bytes_text(one.out_bytes)} out, {bytes_text(one.in_bytes)} back"
-            for one in pairs
-        ]
-        yield f"{name} copied", (texts[0], texts[1])
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -84,11 +84,8 @@ class _EngineClient(Client):
         return ClientStats()
 
     def step_ended(self, stats: StepStats) -> None:
-        others = {name: of.lent_bytes for name, of in stats.clients.items() if name not in _SAVE_TENSORS}
-        for name, nbytes in others.items():
-            self._conductor.report_pinned(name, nbytes)
-        saved_bytes = stats.host_bytes_lent_peak - sum(others.values())
-        self._conductor.report_pinned("saved tensors", max(0, saved_bytes))
+        for kind, one in stats.by_kind.items():
+            self._conductor.report_pinned(kind, one.lent_bytes)
 
 
 class Conductor(ConductorRuntime):

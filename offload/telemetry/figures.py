@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from offload.telemetry.records import StepStats, Summed, level
 
 __all__ = [
-    "ClientFigures",
     "Figures",
     "GroupFigures",
+    "KindFigures",
     "Ledger",
     "Stayed",
     "figures_of",
@@ -84,12 +84,19 @@ class GroupFigures(Summed):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClientFigures(Summed):
-    """Copies of one client of the engine, such as "groups" or "optim"."""
+class KindFigures(Summed):
+    """What one kind held and waited for: "activations", "weights", "gradients", "optimizer"."""
 
+    device_bytes: int = level()
+    """Of saved tensors, the most at once; of others, what they had for their copies when the step ended."""
+
+    host_bytes: int = level()
     out_bytes: int = 0
+    """Bytes copied to the host."""
+
     in_bytes: int = 0
     stall_ms: float = 0.0
+    """Device time in ms that compute waited for its copies, in the step before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +184,7 @@ class Figures(Summed):
     with whatever else the loop does. 0 where that is not known yet."""
 
     groups: Mapping[str, GroupFigures] = _map()
-    clients: Mapping[str, ClientFigures] = _map()
+    kinds: Mapping[str, KindFigures] = _map()
 
     @property
     def stayed(self) -> dict[str, Stayed]:
@@ -250,9 +257,15 @@ def figures_without_offload(stats: StepStats) -> Figures:
         disk_blocked_ms=stats.disk_blocked_ms,
         stall_ms=stats.stall_ms,
         stall_count=stats.stall_count,
-        clients={
-            name: ClientFigures(out_bytes=one.out_bytes, in_bytes=one.in_bytes, stall_ms=one.stall_ms)
-            for name, one in stats.clients.items()
+        kinds={
+            kind: KindFigures(
+                device_bytes=one.device_bytes,
+                host_bytes=one.lent_bytes,
+                out_bytes=one.out_bytes,
+                in_bytes=one.in_bytes,
+                stall_ms=one.stall_ms,
+            )
+            for kind, one in stats.by_kind.items()
         },
     )
 
@@ -260,16 +273,18 @@ def figures_without_offload(stats: StepStats) -> Figures:
 class Ledger:
     """Figures since a point in time.
 
-    total: of all steps since then. last: of the last one with offload, None before it has ended.
+    total: of all steps since then. last: of the last one with offload, None before it has ended. kinds: of
+    the last step, with saved tensors offloaded or not.
     An end that was guessed may be one of a microbatch. It counts as a step until an end comes that was not:
     then all since the last such end are parts of one step.
     """
 
-    __slots__ = ("__weakref__", "_begun", "_parts", "last", "total")
+    __slots__ = ("__weakref__", "_begun", "_parts", "kinds", "last", "total")
 
     def __init__(self) -> None:
         self.total = Figures()
         self.last: Figures | None = None
+        self.kinds: Mapping[str, KindFigures] = {}
         self._begun = False
         self._parts = Figures()  # since the last end that was not guessed
 
@@ -277,10 +292,11 @@ class Ledger:
         """A step has ended, or where that is guessed, what may be a part of one."""
         if not self._begun:  # its stall is that of a step before this point in time
             self._begun = True
-            clients = {name: replace(client, stall_ms=0.0) for name, client in step.clients.items()}
-            step = replace(step, stall_ms=0.0, step_ms=0.0, clients=clients)
+            kinds = {name: replace(kind, stall_ms=0.0) for name, kind in step.kinds.items()}
+            step = replace(step, stall_ms=0.0, step_ms=0.0, kinds=kinds)
         self.total += step
         self._parts += step
+        self.kinds = step.kinds
         if step.steps:
             self.last = step
         if not guessed:
@@ -289,6 +305,7 @@ class Ledger:
     def step_is_whole(self) -> None:
         """What has ended since the last end that was not guessed is one step."""
         parts, self._parts = self._parts, Figures()
+        self.kinds = parts.kinds or self.kinds
         if parts.steps > 1:
             self.last = replace(parts, steps=1)
             self.total = replace(self.total, steps=self.total.steps - parts.steps + 1)

@@ -8,11 +8,22 @@ anything may read it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from operator import add
 from typing import Any, Self
 
-__all__ = ["ClientStats", "StepStats", "Summed", "level"]
+__all__ = ["KINDS", "ClientStats", "StepStats", "Summed", "level"]
+
+KINDS = {
+    "groups": "activations",
+    "watermark": "activations",
+    "checkpoint": "activations",
+    "auto": "activations",
+    "weights": "weights",
+    "gradients": "gradients",
+    "optim": "optimizer",
+}
+"""What the clients of these names move."""
 
 
 class Summed:
@@ -179,6 +190,22 @@ class StepStats:
     clients: Mapping[str, ClientStats] = field(default_factory=dict)
     """What each client of the engine did, by its name; one that copied by hand, or has left, is among
     them."""
+
+    @property
+    def by_kind(self) -> dict[str, ClientStats]:
+        """`clients` by what they move, as in KINDS: saved tensors of all clients are one, with the most that
+        the device had of them, and the host beside the others' loans. A client of another name is a kind."""
+        found: dict[str, ClientStats] = {}
+        for name, one in self.clients.items():
+            kind = KINDS.get(name, name)
+            if one != ClientStats():
+                found[kind] = found[kind] + one if kind in found else one
+        saved, lent = found.pop("activations", ClientStats()), sum(one.lent_bytes for one in found.values())
+        host_bytes = max(0, self.host_bytes_lent_peak - lent)
+        return {
+            "activations": replace(saved, device_bytes=self.device_bytes_peak, lent_bytes=host_bytes),
+            **found,
+        }
 
     @property
     def lacked_host(self) -> bool:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -59,12 +59,17 @@ from offload.weights.saves import CopiedSave, open_saves
 from offload.weights.watched import StreamedGradient, make_plain, orphan, watch
 from offload.weights.weight import BlockWeights, Weight, has_own_storage
 
-__all__ = ["GradientStream"]
+__all__ = ["GradientStream", "window_bytes"]
 
 logger = speaker(__name__)
 
 _WINDOW_SHARE = 16
 """Of all gradients' bytes on the device at once, or the three largest: one goes, one is used, one comes."""
+
+
+def window_bytes(sizes: Sequence[int]) -> int:
+    """Of gradients of these bytes, on the device at once."""
+    return max(sum(sorted(sizes)[-3:]), sum(sizes) // _WINDOW_SHARE)
 
 
 class GradientStream(Client):
@@ -85,11 +90,11 @@ class GradientStream(Client):
             for path, _, attribute in [name.rpartition(".")]
             for module in [model.get_submodule(path)]
         ]
-        sizes = sorted(gradient.nbytes for gradient in self.gradients)
+        sizes = [gradient.nbytes for gradient in self.gradients]
         trained = [each for each in self.gradients if each.owner is not None and each.owner.requires_grad]
         total = sum(gradient.nbytes for gradient in trained)
         check_budget(engine.arena, total, f"the gradients of {self._model_name}", "leave gradients= out")
-        window = max(sum(sizes[-3:]), sum(sizes) // _WINDOW_SHARE)
+        window = window_bytes(sizes)
         self.blocks = [gradient.block for gradient in self.gradients]
         self.residency = Residency(engine, self.name, self.blocks, window)
         self.order = Order()

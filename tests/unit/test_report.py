@@ -17,7 +17,7 @@ import torch.distributed as dist
 import offload
 from offload import PipelineOffloadManager, init_chunk_handler, step_end
 from offload.report import Report, ReportStart, report
-from offload.telemetry.figures import ClientFigures, Figures, GroupFigures, Ledger, Stayed
+from offload.telemetry.figures import Figures, GroupFigures, KindFigures, Ledger, Stayed
 from offload.telemetry.records import StepStats
 from tests.unit.groups.stack import ROWS, WIDTH, Driver, build_manager, build_stages, gpipe, installed, leaf
 from tests.unit.groups.stack import save_one as saved
@@ -275,17 +275,24 @@ def test_the_table_has_each_figure_of_the_last_step_and_of_all_steps() -> None:
         stall_ms=1.25,
         stall_count=3,
         groups={"mlp": GroupFigures(saved_bytes=3_000_000_000, moved_bytes=2_500_000_000)},
-        clients={"groups": ClientFigures(), "optim": ClientFigures(out_bytes=7_000_000, in_bytes=8_000)},
     )
+    kinds = {
+        "activations": KindFigures(device_bytes=900_000_000, host_bytes=2_500_000_000),
+        "optimizer": KindFigures(device_bytes=6, out_bytes=7_000_000, in_bytes=8_000, stall_ms=2.25),
+    }
     lines = str(
-        Report(since="apply", total=step + step, last=step, device_limit_bytes=800_000_000)
+        Report(since="apply", total=step + step, last=step, kinds=kinds, device_limit_bytes=800_000_000)
     ).splitlines()
     (row,) = [line.split() for line in lines if line.startswith("saved for the backward")]
     assert row[-4:] == ["3.00", "GB", "6.00", "GB"]
     assert "    the plan keeps it" in [line[:21] for line in lines]
     text = "\n".join(lines)
     assert "beyond device_limit (800.00 MB)" in text
-    assert "7.00 MB out, 8.00 kB back" in text
+    (row,) = [line.split() for line in lines if line.startswith("optimizer ")]
+    assert row[1:] == ["6", "B", "0", "B", "7.00", "MB", "8.00", "kB", "2.2", "ms"]
+    assert "by kind" not in str(
+        Report(since="apply", total=step, last=step, kinds={"activations": kinds["activations"]})
+    )
     assert "1.2 ms in 3 waits" in text
     assert "admission denied" not in text, "a reason that held nothing is left out"
 
@@ -422,9 +429,9 @@ def test_levels_take_the_larger_of_two_steps_and_counts_their_sum() -> None:
 def test_the_first_steps_stall_is_of_before_the_point_in_time() -> None:
     ledger = Ledger()
     for ms in (5.0, 1.0, 2.0):
-        clients = {"groups": ClientFigures(stall_ms=ms)}
-        ledger.add(Figures(steps=1, stall_ms=ms, step_ms=10 * ms, clients=clients))
-    assert ledger.total.stall_ms == ledger.total.clients["groups"].stall_ms == 3.0
+        kinds = {"activations": KindFigures(stall_ms=ms)}
+        ledger.add(Figures(steps=1, stall_ms=ms, step_ms=10 * ms, kinds=kinds))
+    assert ledger.total.stall_ms == ledger.total.kinds["activations"].stall_ms == 3.0
     assert ledger.total.step_ms == 30.0, "so a share is of the same steps"
 
 

@@ -89,7 +89,8 @@ def test_with_memory_enough_every_block_is_found_as_without_a_conductor(frozen: 
 @pytest.mark.parametrize("bridge", ["v0", "turns"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_bits_are_the_same_where_every_rule_acts(bridge: Any, frozen: bool) -> None:
-    """A byte of the hard cap is enough for pressure, one slot for full slots."""
+    """A byte of the hard cap is enough for pressure, one slot for full slots. apply() refuses such a cap, and
+    who builds a conductor may have it."""
     config = ConductorConfig(
         vram_hard_cap_mb=1e-6,
         vram_soft_cap_mb=1e-6,
@@ -98,10 +99,11 @@ def test_bits_are_the_same_where_every_rule_acts(bridge: Any, frozen: bool) -> N
         bridge=bridge,
         telemetry_interval=0,
     )
-    with streamed(frozen=frozen, mode="groups", min_numel=1, conductor=config) as pair:
+    with streamed(frozen=frozen, mode="groups", min_numel=1) as pair:
+        conductor = Conductor(config, engine=pair.stream._engine)
         pair.train(steps=4)
-        assert pair.handle.conductor is not None
-        assert pair.handle.conductor.counts.denials > 0
+        assert conductor.counts.denials > 0
+        conductor.shutdown()
 
 
 @pytest.mark.req("S1-59")

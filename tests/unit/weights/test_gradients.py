@@ -579,7 +579,7 @@ def test_what_cannot_be_is_an_error_and_nothing_has_changed() -> None:
             offload.apply(model, gradients="host")
         assert manager is not None
     with installed(build_manager(host_limit_bytes=1 << 14)) as manager, streams_from(LARGE):
-        with pytest.raises(HostBudgetError, match="the gradients of Model need 25,600 bytes"):
+        with pytest.raises(HostBudgetError, match=r"need 25\.60 kB of the host: gradients"):
             offload.apply(model, gradients="host")
         assert not any(parameter._backward_hooks for parameter in model.parameters())
 

@@ -1,0 +1,181 @@
+"""`optimizer=` of `offload.apply`: an optimizer of torch's keeps its state on the host from now on, as a
+HybridDeviceOptimizer, and is one of its class again afterwards.
+
+One invariant: the object is the same one throughout, with its param groups, its state, its hooks and the
+attributes that others have put there, so whoever holds it, such as a learning-rate scheduler or a
+GradScaler, need not know. Where a conversion raises, it is as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from offload.engine import OffloadEngine
+from offload.optim.classes import is_fused_adam, state_names, steps_each_alone
+from offload.optim.fsdp_step import FSDPGPUOptimizerWrapper
+from offload.optim.hybrid import HybridDeviceOptimizer
+from offload.params.ring import RING_SLOTS
+from offload.params.view import local_of
+
+__all__ = ["check_optimizer", "host_and_device_bytes", "move_state_to_host"]
+
+_SCHEDULED = "_wrapped_by_lr_sched"
+"""torch.optim.lr_scheduler puts a `step` with this attribute on the object, which counts its calls."""
+
+
+def _is_ours(optimizer: object) -> bool:
+    return isinstance(optimizer, (HybridDeviceOptimizer, FSDPGPUOptimizerWrapper))
+
+
+def check_optimizer(optimizer: object, model: nn.Module) -> None:
+    """Raises ValueError for what `move_state_to_host` cannot take, or what steps nothing of the model."""
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__name__}, must be an optimizer of torch.optim, or an "
+            "offload.HybridDeviceOptimizer; of a wrapper, give what it wraps"
+        )
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    mine, cls = {id(parameter) for parameter in model.parameters()}, type(optimizer)
+    if not any(id(parameter) in mine for parameter in stepped):
+        raise ValueError(
+            f"optimizer= is a {cls.__name__} of {len(stepped)} parameters, none of which is "
+            f"{type(model).__name__}'s; build it with the parameters of the model that apply() gets"
+        )
+    if _is_ours(optimizer):
+        return
+    if not steps_each_alone(cls):
+        raise ValueError(
+            f"optimizer= is a {cls.__module__}.{cls.__name__}, whose object does not tell its arguments: "
+            "give a class of torch.optim that steps each parameter alone; or, without weights=, what "
+            f"offload.HybridDeviceOptimizer(parameters, 1.0, {cls.__name__}, ...) is"
+        )
+    if any(parameter.is_meta for parameter in stepped):
+        raise ValueError(
+            "optimizer= steps parameters on meta, which have no values yet: build "
+            "offload.HybridDeviceOptimizer once load_weights() has filled them"
+        )
+    for name, value in vars(optimizer).items():
+        if callable(getattr(cls, name, None)) and not hasattr(value, _SCHEDULED):
+            raise ValueError(
+                f"optimizer= has a {name}() of its own in place of its class's ({value!r}); call apply() "
+                "before it is put there"
+            )
+
+
+def host_and_device_bytes(optimizer: Any, bucket_bytes: int = 64 << 20) -> tuple[int, int]:
+    """Bytes that `move_state_to_host` will take of the host and of the device, for torch's Adam and AdamW. 0
+    for other classes, whose state is not known before, and for one of ours, which has its memory already."""
+    if _is_ours(optimizer) or not is_fused_adam(type(optimizer)):
+        return 0, 0
+    by_dtype: Counter[torch.dtype] = Counter()
+    on_host = most = 0
+    for group in optimizer.param_groups:
+        moments = len(state_names(group))
+        most = max(most, moments)
+        for each in map(local_of, group["params"]):
+            nbytes = each.numel() * each.element_size()
+            by_dtype[each.dtype] += nbytes
+            on_host += moments * nbytes
+    largest = max(by_dtype.values(), default=0)  # the parameters of a dtype share their buckets
+    return on_host, RING_SLOTS * most * min(bucket_bytes, largest)
+
+
+def move_state_to_host(optimizer: Any, engine: OffloadEngine) -> Callable[[], None]:
+    """Make it a HybridDeviceOptimizer whose state is on the host, all of it, and which steps inside step().
+    Returns what undoes that: it raises torch.OutOfMemoryError where the state does not fit on the device,
+    and has changed nothing then. One of ours stays as it is. Raises HostBudgetError, or ValueError as that
+    class does. Blocks the host for pinning, and for what is copied."""
+    if _is_ours(optimizer):
+        return _nothing
+    cls, taken = type(optimizer), inspect.signature(type(optimizer)).parameters
+    arguments = {name: value for name, value in optimizer.defaults.items() if name in taken}
+    before, groups = dict(vars(optimizer)), [*optimizer.param_groups]
+    with _without_hooks(optimizer):
+        packed = optimizer.state_dict() if optimizer.state else None
+    vars(optimizer).clear()
+    optimizer.__class__ = HybridDeviceOptimizer
+    try:
+        optimizer.__init__(groups, 1.0, cls, engine=engine, **arguments)
+        if packed is not None:
+            optimizer.load_state_dict(packed)
+    except BaseException:
+        if optimizer._built:
+            optimizer.close()
+        vars(optimizer).clear()
+        optimizer.__class__ = cls
+        vars(optimizer).update(before)
+        raise
+    made, reference = {*vars(optimizer)}, weakref.ref(optimizer)
+    _carry(optimizer, before)
+
+    def undo() -> None:
+        if (found := reference()) is not None and type(found) is HybridDeviceOptimizer:
+            _make_plain(found, cls, arguments, made)
+
+    return undo
+
+
+def _make_plain(
+    optimizer: Any, cls: type[Optimizer], arguments: dict[str, Any], made: Container[str]
+) -> None:
+    """made: attributes that are the HybridDeviceOptimizer's own."""
+    with _without_hooks(optimizer):
+        packed = optimizer.state_dict()
+    groups, before = optimizer.param_groups, vars(optimizer)
+    others = {name: value for name, value in before.items() if name not in made or _is_hooks(name)}
+    plain = cls([{**group} for group in groups], **arguments)
+    plain.load_state_dict({"state": packed["state"], "param_groups": packed["param_groups"]})
+    optimizer.close()
+    before.clear()
+    optimizer.__class__ = cls
+    before.update(vars(plain) | {"param_groups": groups})
+    _carry(optimizer, others)
+
+
+def _is_hooks(name: str) -> bool:
+    return name.startswith("_optimizer_") and name.endswith("_hooks")
+
+
+def _carry(optimizer: Any, before: dict[str, Any]) -> None:
+    """Hooks, and what others have put on the object, are on it again."""
+    own = vars(optimizer)
+    others = {*before} - {*own, "state", "step"}
+    own.update((name, value) for name, value in before.items() if _is_hooks(name) or name in others)
+    if "step" in before:
+        reference = weakref.ref(optimizer)
+
+        @functools.wraps(type(optimizer).step)
+        def step(*arguments: Any, **named: Any) -> Any:
+            found = reference()
+            assert found is not None  # it is called on it
+            found._opt_called = True
+            return type(found).step(found, *arguments, **named)
+
+        setattr(step, _SCHEDULED, True)
+        own["step"] = step
+
+
+@contextmanager
+def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """The user's hooks are for state dicts that the user asks for."""
+    own = vars(optimizer)
+    hooks = {name: value for name, value in own.items() if _is_hooks(name)}
+    own.update((name, OrderedDict()) for name in hooks)
+    try:
+        yield
+    finally:
+        own.update(hooks)
+
+
+def _nothing() -> None:
+    """It was one of ours before."""

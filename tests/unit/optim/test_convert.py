@@ -1,0 +1,254 @@
+"""`apply(optimizer=...)`: an optimizer of torch's has its state on the host from then on, and again on the
+device after remove(); one line moves four kinds, and one table says what each holds."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+import offload
+from offload import HostBudgetError, HybridDeviceOptimizer, PipelineOffloadManager
+from offload.conductor import ConductorConfig
+from tests.inside import streams_from
+from tests.unit.groups.stack import build_manager, installed
+from tests.unit.weights.streamed import BLOCK_BYTES, BLOCKS, ROWS, WIDTH, Model, squares
+
+STREAMED = BLOCKS * BLOCK_BYTES  # their moments are two floats an element
+
+
+@pytest.fixture(autouse=True)
+def manager() -> Iterator[PipelineOffloadManager]:
+    with installed(build_manager()) as built, streams_from(WIDTH * WIDTH):
+        assert built is not None
+        yield built
+
+
+class Loop:
+    """A model, an optimizer of torch's and a scheduler, which existed before `apply`."""
+
+    def __init__(self, cls: Any = AdamW, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Model()
+        groups = [
+            {"params": [*self.model.layers.parameters()], "weight_decay": 0.1},
+            {"params": [*self.model.embed.parameters(), *self.model.head.parameters()]},
+        ]
+        self.optimizer: Any = cls(groups, **({"lr": 1e-2, "fused": True} | options))
+        self.scheduler = StepLR(self.optimizer, 1, 0.5)
+        self.gradients: list[list[Tensor]] = []
+        self.random = torch.Generator().manual_seed(1)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            squares(self.model, torch.randn(ROWS, WIDTH, generator=self.random)).backward()
+            self.gradients.append([each.grad.clone() for each in self.model.parameters()])  # type: ignore
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+
+    def assert_same(self, other: Loop) -> None:
+        for mine, its in zip(self.gradients, other.gradients, strict=True):
+            assert all(map(torch.equal, mine, its))
+        states = [loop.optimizer.state_dict() for loop in (self, other)]
+        assert states[0]["param_groups"] == states[1]["param_groups"]
+        for mine, its in zip(*(state["state"].values() for state in states), strict=True):
+            assert mine.keys() == its.keys()
+            assert all(torch.equal(mine[key], its[key]) for key in mine)
+        for mine, its in zip(self.model.parameters(), other.model.parameters(), strict=True):
+            assert torch.equal(mine.detach(), its.detach())
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("cls", [Adam, AdamW, SGD])
+def test_one_line_moves_four_kinds_of_a_loop_under_way_with_the_bits_of_plain_torch(
+    cls: Any, before: int
+) -> None:
+    loops = Loop(cls), Loop(cls)
+    for loop in loops:
+        loop.train(before)
+    ours, plain = loops
+    optimizer, groups = ours.optimizer, [*ours.optimizer.param_groups]
+    handle = offload.apply(
+        ours.model, "hidden_states", optimizer=optimizer, weights="host", conductor=True, min_numel=1
+    )
+    assert isinstance(optimizer, HybridDeviceOptimizer)
+    assert "optimizer's state" in repr(handle)
+    for loop in loops:
+        loop.train(3)
+    ours.assert_same(plain)
+    kinds = handle.report().as_dict()["kinds"]
+    assert {*kinds} == {"activations", "weights", "gradients", "optimizer"}
+    assert kinds["weights"]["host_bytes"] == kinds["gradients"]["host_bytes"] == STREAMED
+    assert kinds["optimizer"]["host_bytes"] == optimizer.host_bytes > 0
+    assert kinds["optimizer"]["device_bytes"] == optimizer.ring_bytes
+    assert all(kinds[kind]["out_bytes"] for kind in ("activations", "gradients", "optimizer"))
+    text = str(handle.report())
+    assert all(f"\n{kind} " in text for kind in kinds)
+    handle.remove()
+    assert type(optimizer) is cls
+    assert all(map(lambda one, other: one is other, groups, optimizer.param_groups))
+    for loop in loops:
+        loop.train(2)
+    ours.assert_same(plain)
+    assert ours.scheduler.get_last_lr() == plain.scheduler.get_last_lr()
+
+
+def test_hooks_attributes_and_the_schedulers_count_stay_through_both_conversions(recwarn: Any) -> None:
+    loop = Loop()
+    seen: list[str] = []
+    optimizer = loop.optimizer
+    optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
+    optimizer.register_state_dict_post_hook(lambda *_: seen.append("state"))
+    optimizer.tag = "mine"
+    handle = offload.apply(loop.model, optimizer=optimizer)
+    assert handle.mode is False
+    loop.train(2)
+    optimizer.later = "too"
+    handle.remove()
+    loop.train(1)
+    assert seen == ["pre"] * 3, "a conversion asks for no state dict of the user's"
+    assert (optimizer.tag, optimizer.later) == ("mine", "too")
+    assert not [each for each in recwarn if "lr_scheduler" in str(each.message)]
+    optimizer.state_dict()
+    assert seen[3:] == ["state"]
+
+
+def test_a_state_alone_moves_and_comes_back_and_the_host_has_its_memory_again(
+    manager: PipelineOffloadManager,
+) -> None:
+    loop = Loop()
+    handle = offload.apply(loop.model, optimizer=loop.optimizer, conductor=True)
+    loop.train(1)
+    assert manager.engine.arena.stats().lent_bytes > 0
+    handle.remove()
+    gc.collect()
+    assert manager.engine.arena.stats().lent_bytes == 0
+    assert all(len(entry) == 3 for entry in loop.optimizer.state.values())
+    handle.remove()
+
+
+def test_one_of_ours_stays_as_it_is() -> None:
+    model = Model()
+    optimizer = HybridDeviceOptimizer(model.parameters(), 0.5, lr=1e-2)
+    handle = offload.apply(model, optimizer=optimizer)
+    handle.remove()
+    assert type(optimizer) is HybridDeviceOptimizer
+    squares(model, torch.randn(ROWS, WIDTH)).backward()
+    optimizer.step()
+    optimizer.close()
+
+
+class Own(AdamW):
+    """A class that is not torch's."""
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda model: model, "a Model, must be an optimizer of torch.optim"),
+        (lambda model: AdamW([nn.Parameter(torch.ones(3))]), "none of which is Model's"),
+        (lambda model: Own(model.parameters()), "Own, whose object does not tell its arguments"),
+        (lambda model: AdamW(Model().to("meta").parameters()), "none of which is Model's"),
+    ],
+)
+def test_what_cannot_be_converted_is_named(given: Any, said: str) -> None:
+    model = Model()
+    with pytest.raises(ValueError, match=said):
+        offload.apply(model, optimizer=given(model))
+
+
+def test_parameters_on_meta_are_refused() -> None:
+    model = Model().to("meta")
+    with pytest.raises(ValueError, match=r"on meta.*load_weights"):
+        offload.apply(model, weights="host", optimizer=AdamW(model.parameters()))
+
+
+def test_a_step_that_somebody_else_has_put_there_is_refused() -> None:
+    loop = Loop()
+    loop.optimizer.zero_grad = lambda: None
+    with pytest.raises(ValueError, match=r"has a zero_grad\(\) of its own"):
+        offload.apply(loop.model, optimizer=loop.optimizer)
+    assert type(loop.optimizer) is AdamW
+
+
+def test_a_conversion_that_fails_leaves_the_optimizer_and_the_weights_as_they_were(
+    manager: PipelineOffloadManager,
+) -> None:
+    ours, plain = Loop(), Loop()
+    for loop in (ours, plain):
+        loop.train(1)
+    ours.optimizer.defaults["capturable"] = True  # which is refused once the weights have moved
+    with pytest.raises(ValueError, match="capturable=True is for"):
+        offload.apply(ours.model, optimizer=ours.optimizer, weights="host", conductor=True)
+    ours.optimizer.defaults["capturable"] = False
+    assert type(ours.optimizer) is AdamW
+    assert all(type(each) is nn.Parameter for each in ours.model.parameters())
+    gc.collect()
+    assert manager.engine.arena.stats().lent_bytes == 0
+    assert manager.engine.on_phase is None, "nor is there a conductor"
+    for loop in (ours, plain):
+        loop.train(2)
+    ours.assert_same(plain)
+
+
+# -- totals --------------------------------------------------------------------------------------------------
+def state_bytes(optimizer: Optimizer) -> int:
+    return sum(2 * 4 * each.numel() for group in optimizer.param_groups for each in group["params"])
+
+
+def test_a_host_that_cannot_have_all_parts_is_refused_with_each_of_them(
+    manager: PipelineOffloadManager,
+) -> None:
+    """Each part alone would fit, so none refuses by itself."""
+    loop, before = Loop(), manager.engine.config
+    moments = state_bytes(loop.optimizer)
+    limit = 2 * STREAMED + moments - 1
+    with pytest.raises(HostBudgetError) as caught:
+        offload.apply(loop.model, optimizer=loop.optimizer, weights="host", host_limit=f"{limit}B")
+    said = str(caught.value)
+    for part in (f"streamed weights {STREAMED / 1e3:.2f} kB", f"gradients {STREAMED / 1e3:.2f} kB"):
+        assert part in said
+    assert f"optimizer state {moments / 1e3:.2f} kB" in said
+    assert "leave optimizer= out" in said
+    assert 'gradients="device"' in said
+    assert manager.engine.config == before
+    assert type(loop.optimizer) is AdamW
+    assert manager.engine.arena.stats().lent_bytes == 0
+
+
+def test_a_device_that_cannot_have_all_parts_is_refused_with_each_of_them(
+    manager: PipelineOffloadManager,
+) -> None:
+    loop = Loop()
+    sizes = [each.numel() * 4 for each in (*loop.model.embed.parameters(), *loop.model.head.parameters())]
+    sizes += [4 * WIDTH] * 3 * BLOCKS + [4 * 2 * WIDTH] * BLOCKS  # norms and biases
+    resident = sum(sizes)
+    window = 2 * BLOCK_BYTES
+    gradients = 3 * BLOCK_BYTES // 2  # those of three weights at once
+    everything = resident + window + resident + gradients
+    everything += 3 * state_bytes(loop.optimizer)  # three slots, each as large as its one bucket
+    config = ConductorConfig(
+        vram_hard_cap_mb=(everything - 1) / 2**20, vram_soft_cap_mb=0.01, telemetry_interval=0
+    )
+    options: dict[str, Any] = {"optimizer": loop.optimizer, "weights": "host"}
+    with pytest.raises(ValueError, match=r"vram_hard_cap_mb is .* and the parts need") as caught:
+        offload.apply(loop.model, conductor=config, **options)
+    said = str(caught.value)
+    for kind, nbytes in (("resident weights and buffers", resident), ("streamed weights", window)):
+        assert f"{kind} {nbytes / 1e3:.2f} kB" in said
+    assert "lower weights=" in said
+    assert type(loop.optimizer) is AdamW
+    assert manager.engine.on_phase is None
+    enough = ConductorConfig(vram_hard_cap_mb=everything / 2**20, vram_soft_cap_mb=0.01, telemetry_interval=0)
+    with pytest.raises(ValueError, match=r"saved tensors 1\.00 kB; .*lower device_limit="):
+        offload.apply(loop.model, "selective", conductor=enough, device_limit="1kB", min_numel=1, **options)
+    handle = offload.apply(loop.model, conductor=enough, **options)
+    loop.train(1)
+    handle.remove()
