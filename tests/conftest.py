@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from offload import engines
+from offload import PipelineOffloadManager, engines
 from offload.telemetry import speaker
 from scripts.requirements_table import TABLE, ProofsThatRan, read_rows
 
@@ -46,9 +46,11 @@ def _messages_as_they_are_written(request: pytest.FixtureRequest) -> Iterator[No
 
 @pytest.fixture(autouse=True)
 def _no_default_engine_of_another_test() -> Iterator[None]:
-    """Whoever is given no engine takes the process's own, which must not be one that a test has left."""
+    """Whoever is given no engine takes the process's own, or its manager's, which must not be one that a test
+    has left: its memory would be counted in the next one."""
     yield
     engines._defaults.clear()
+    PipelineOffloadManager.OFFLOAD_MGR = None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
