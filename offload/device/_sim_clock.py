@@ -144,6 +144,11 @@ class SimLanes:
         with self._lock:
             return self.add_lane(name)
 
+    def new_copy_lane(self, name: str) -> SimLane:
+        """A further lane to copy on. Its copies have the link's rate beside those of other lanes."""
+        with self._lock:
+            return self.add_lane(name, eager=False)
+
     @contextmanager
     def use_lane(self, lane: Lane) -> Iterator[None]:
         """The calling thread computes on `lane` inside."""

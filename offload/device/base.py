@@ -107,6 +107,10 @@ class Device(Protocol):
     def new_compute_lane(self, name: str) -> Lane:
         """A further lane to compute on, unordered with `compute` until events say otherwise."""
 
+    def new_copy_lane(self, name: str) -> Lane:
+        """A further lane to copy on: its copies share the link with those of `d2h` and `h2d`, and do not
+        queue behind what these wait for."""
+
     def use_lane(self, lane: Lane) -> AbstractContextManager[None]:
         """The calling thread computes on `lane` inside. lane: `compute`, or one of `new_compute_lane`."""
 

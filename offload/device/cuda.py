@@ -116,6 +116,9 @@ class CudaDevice:
         self._compute_lanes[lane.stream.stream_id] = lane
         return lane
 
+    def new_copy_lane(self, name: str) -> CudaLane:
+        return CudaLane(name, torch.cuda.Stream(self.torch_device))
+
     def use_lane(self, lane: Lane) -> AbstractContextManager[None]:
         return torch.cuda.stream(cast(CudaLane, lane).stream)
 

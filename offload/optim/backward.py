@@ -11,6 +11,7 @@ is stepped.
 from __future__ import annotations
 
 import functools
+import queue
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,9 +32,9 @@ from offload.params.view import ParamView, is_laid_out_as, local_of
 __all__ = ["BackwardSteps"]
 
 
-SPENT_BYTES = 1 << 30
-"""Of gradients on the device whose step in the backward has not ended: the link is behind by then, and steps
-only wait longer in its queue."""
+SPENT_BYTES = 2 << 30
+"""Of gradients on the device whose step in the backward has not ended: the link is behind by then, and has
+this to do while compute waits, or computes what has no gradients."""
 
 
 def _versions(gradient: Tensor) -> tuple[int, int]:
@@ -68,7 +69,9 @@ class BackwardSteps:
         self._final: Counter[HostBucket] = (
             Counter()
         )  # how many gradients of a bucket are final; empty before `begin`
-        self._spent: list[tuple[weakref.ref[Tensor], list[HostBucket], int]] = []
+        self._spent: dict[int, tuple[weakref.ref[Tensor], list[HostBucket], int]] = {}  # by parameter
+        self._unended = 0  # buckets submitted in this backward, and not seen to end
+        self._next: HostBucket | None = None  # of those, the one that was issued first
         self._handles: list[Any] = []
 
     def hook(self, members: Sequence[ParamView]) -> None:
@@ -103,6 +106,7 @@ class BackwardSteps:
         with torch.no_grad():
             if not self._final:
                 self._begin()
+                self._next, self._unended = None, 0
             for bucket in buckets:
                 self._final[bucket] += 1
                 if self._final[bucket] == len(bucket.members):
@@ -132,6 +136,7 @@ class BackwardSteps:
         bucket.set_gradients(flats, self._steps)
         self.stepped.add(bucket)  # first: what breaks off here has begun a step
         self._steps.submit([bucket])
+        self._unended += 1
         for member, gradient in gradients.items():
             self._stamps[member.index] = weakref.ref(gradient), _versions(gradient)
             # a touch before step() breaks the promise
@@ -140,36 +145,39 @@ class BackwardSteps:
             own = type(gradient) is Tensor and HOME not in vars(gradient) and not gradient._is_view()
             if member.home is not None and own and self.stepped.issuperset(mine):
                 SpentGradient.spend(gradient, str(member))
-                self._spent.append((weakref.ref(gradient), mine, member.nbytes))
+                self._spent[member.index] = weakref.ref(gradient), mine, member.nbytes
+        self._await_steps()
+
+    def _await_steps(self) -> None:
+        """Give back the memory of gradients whose steps have ended, in the order of the steps. While there
+        are more than SPENT_BYTES of others, the current lane waits for the next step, which blocks the host
+        until that is issued. Order: [Order: weights back]."""
+        device, steps = self._placed.members[0].device, self._steps
         self._free_spent()
+        while self._unended:
+            over = sum(nbytes for *_, nbytes in self._spent.values()) > SPENT_BYTES
+            if self._next is None:
+                try:
+                    self._next = steps.issued.get(block=over)
+                except queue.Empty:
+                    return
+            event = self._next.returned
+            if steps.failed or event is None or not (over or device.poll(event)):
+                return
+            device.wait(device.compute, event, "weights back")
+            self._next.drop_gradients()
+            self._next, self._unended = None, self._unended - 1
+            self._free_spent()
 
     def _free_spent(self) -> None:
-        """Give back the memory of gradients that were stepped. Of more than SPENT_BYTES that are not, the
-        current lane waits for the oldest, which blocks the host until that step is issued. Order: [Order:
-        weights back]."""
-        device = self._placed.members[0].device
-        over = sum(nbytes for *_, nbytes in self._spent) - SPENT_BYTES
-        entries, self._spent = self._spent, []
-        for entry in entries:
-            spent, buckets, nbytes = entry
-            if over > 0:
-                for bucket in buckets:
-                    bucket.done.wait()
-            issued = all(bucket.done.is_open for bucket in buckets)
-            events = [bucket.returned for bucket in buckets if issued and bucket.returned is not None]
-            if len(events) < len(buckets) or not (over > 0 or all(map(device.poll, events))):
-                self._spent.append(entry)
-                continue
-            for bucket, event in zip(buckets, events, strict=True):
-                device.wait(device.compute, event, "weights back")
-                bucket.drop_gradients()
-            with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, (spent, buckets, _) in [*self._spent.items()]:
+                if any(bucket.gradients for bucket in buckets):
+                    continue
                 if (gradient := spent()) is None or has_own_storage(gradient):
-                    over -= nbytes
+                    del self._spent[index]
                     if gradient is not None:
-                        device.free(gradient.untyped_storage())
-                else:  # the bucket being filled has an alias, or the loop
-                    self._spent.append(entry)
+                        self._placed.members[0].device.free(gradient.untyped_storage())
 
     def _refuse_spent(self, member: ParamView, _: Tensor) -> None:
         """Torch is about to add to the gradient."""

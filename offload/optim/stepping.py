@@ -16,6 +16,7 @@ is done with it, and then for the event that the worker recorded.
 from __future__ import annotations
 
 import functools
+import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
@@ -57,6 +58,9 @@ class HostedSteps:
         # of the last step, issued or about to be, and by id the lanes that have waited for them
         self._pending: dict[HostBucket, set[int]] = {}
         self._lane: Lane | None = None  # of step(): its memory is what the gradients came from
+        self.issued: queue.SimpleQueue[HostBucket] = queue.SimpleQueue()
+        """Buckets of the step under way that the workers have issued, or dropped after a failure, in that
+        order; taken out by who wants to know."""
         self._failed: OffloadError | None = None
         self.torn = False
         """A step has begun to write, and not ended: if anybody asks, an exception broke it off."""
@@ -103,16 +107,29 @@ class HostedSteps:
             for later in on_cpu[first : number + COPY_LEAD]:
                 self._stepper.submit(functools.partial(later.copy_gradients, released))
             step = functools.partial(mine.step, self._cpu.scratch)
-            _submit(self._stepper, mine, mine.has_gradients, step)
+            self._submit(self._stepper, mine, mine.has_gradients, step)
         is_ready = functools.partial(self._engine.device.poll, released)
         for bucket in buckets:
             if isinstance(bucket, StreamedBucket):
-                _submit(
-                    self._streamer,
-                    bucket,
-                    is_ready,
-                    functools.partial(bucket.step, self._streamed.ring, released),
-                )
+                step = functools.partial(bucket.step, self._streamed.ring, released)
+                self._submit(self._streamer, bucket, is_ready, step)
+
+    def _submit(self, worker: Worker, bucket: HostBucket, is_ready: Callable[[], bool], step: Job) -> None:
+        """The bucket is the worker's once the worker has the job that opens the latch, not before. It is
+        stepped once, however often it is submitted."""
+
+        def once() -> None:
+            if bucket.is_due:
+                bucket.is_due = False
+                step()
+
+        def end() -> None:
+            done.open()
+            issued.put(bucket)
+
+        done, issued = Latch(), self.issued
+        worker.submit_bucket(bucket.rank, is_ready, once, end)
+        bucket.done = done
 
     # -- waiting ---------------------------------------------------------------------------------------------
     def is_under_way(self, index: int) -> bool:
@@ -180,6 +197,7 @@ class HostedSteps:
         self.await_weights()
         with self._lock:
             self._pending.clear()
+            self.issued = queue.SimpleQueue()
 
     def finish_on_host(self) -> None:
         """End the last step, after which the host may read and write state and masters. Blocks the host for
@@ -300,20 +318,6 @@ class HostedSteps:
             )
         self._closed = True
         after()
-
-
-def _submit(worker: Worker, bucket: HostBucket, is_ready: Callable[[], bool], step: Job) -> None:
-    """The bucket is the worker's once the worker has the job that opens the latch, not before. It is stepped
-    once, however often it is submitted."""
-
-    def once() -> None:
-        if bucket.is_due:
-            bucket.is_due = False
-            step()
-
-    done = Latch()
-    worker.submit_bucket(bucket.rank, is_ready, once, done.open)
-    bucket.done = done
 
 
 def _nothing_of(index: int) -> None:

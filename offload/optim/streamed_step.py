@@ -1,32 +1,33 @@
 """Parameters whose state is on the host and is stepped on the device: bucket by bucket through a ring of
 slots.
 
-State comes in on `h2d` while the bucket before is stepped and the one before that goes out on `d2h`, so both
-directions of the link and the optimizer's own lane work at once. For float32 weights the weights themselves
-are the masters and only the moments travel: 8 bytes an element each way. One invariant: the host's bytes of a
-bucket are read by `h2d` only after `d2h` wrote them in the step before.
+State comes in on a lane of its own, "state in", while the bucket before is stepped and the one before that
+goes out on `d2h`, so both directions of the link and the optimizer's own lane work at once. For float32
+weights the weights themselves are the masters and only the moments travel: 8 bytes an element each way. One
+invariant: the host's bytes of a bucket are read only after `d2h` wrote them in the step before.
 
 # [Order: state in]
-# hazard  RAW: `h2d` reads a bucket's state that `d2h` has not finished writing in the last step.
-# edge    the bucket keeps the event of its state's way out; h2d waits for it before the state's way in.
+# hazard  RAW: "state in" reads a bucket's state that `d2h` has not finished writing in the last step.
+# edge    the bucket keeps the event of its state's way out; "state in" waits for it.
 # alive   the section owns the host bytes.
 # proof   tests/property/test_optim_edges.py, edge "state in"
 #
 # [Order: ring]
-# hazard  WAR: `h2d` writes a slot of the ring while `d2h` still reads the bucket that was in it.
-# edge    the slot keeps the event of the last way out; h2d waits for it.
+# hazard  WAR: "state in" writes a slot of the ring while `d2h` still reads the bucket that was in it.
+# edge    the slot keeps the event of the last way out; "state in" waits for it.
 # alive   the ring owns the slot.
 # proof   tests/property/test_optim_edges.py, edge "ring"
 #
 # [Order: master in]
-# hazard  RAW: `h2d` reads the one host copy of a weight that `d2h` still writes: somebody wrote the weight on
-#         the device. WAR: where the device's bytes stay, the optimizer's lane writes what `d2h` still reads.
-# edge    the claim has the event of that way out; h2d, or the optimizer's lane, waits for it.
+# hazard  RAW: "state in" reads the one host copy of a weight that `d2h` still writes: somebody wrote the
+#         weight on the device. WAR: `d2h` writes that copy while `h2d` still reads it, fetched ahead; where
+#         the device's bytes stay, the optimizer's lane writes what `d2h` still reads.
+# edge    the claim has the events of both; "state in", or the optimizer's lane, waits for them.
 # alive   the weight's home owns the host bytes.
 # proof   tests/property/test_optim_edges.py, edge "master in"
 #
 # [Order: state here]
-# hazard  RAW: the optimizer's lane steps with state that `h2d` has not finished writing.
+# hazard  RAW: the optimizer's lane steps with state that "state in" has not finished writing.
 # edge    the event of the way in; the optimizer's lane waits for it.
 # alive   the ring.
 # proof   tests/property/test_optim_edges.py, edge "state here"
@@ -62,11 +63,15 @@ from offload.optim.classes import state_names
 from offload.optim.groups import UserGroup
 from offload.optim.host_part import HostBucket, HostPart
 from offload.optim.parts import HostOptions
-from offload.params.ring import Ring
+from offload.params.ring import RING_SLOTS, Ring
 from offload.params.sections import FlatSpec
 from offload.params.view import ParamView, update_master
 
 __all__ = ["StreamedBucket", "StreamedPart"]
+
+_SLOTS_BESIDE_WEIGHTS = 5
+"""A block of weights takes the link for as long as some buckets of state, 3 of 64 MiB where it has 233 M
+bf16 parameters: two more that have come before keep the other direction busy meanwhile."""
 
 _OPTIONS = ("lr", "weight_decay", "eps", "maximize", "decoupled_weight_decay")
 
@@ -109,9 +114,9 @@ class StreamedBucket(HostBucket):
         """Fetch the state, step, send the state back. Blocks the host: never. Order: all notes above.
         released: recorded on compute behind the gradients and all reads of the weights."""
         device, layout, slot = self.device, self.layout, ring.next_slot()
-        device.wait(device.h2d, slot.free, "ring")
+        device.wait(ring.inward, slot.free, "ring")
         if self._state_out is not None:
-            device.wait(device.h2d, self._state_out, "state in")
+            device.wait(ring.inward, self._state_out, "state in")
         nbytes = layout.numel * self.master_dtype.itemsize
         lent = [not (self.weights_on_host or device.owns(each)) for each in self.gradients]
         state = {name: slot.flats[name].narrow(0, 0, nbytes) for name in self.names()}
@@ -120,11 +125,11 @@ class StreamedBucket(HostBucket):
         pieces = {name: self._pieces_in(flat) for name, flat in slot.flats.items()}
         gradients, weights = self.gradients, [*self.weights]
         if self.weights_on_host:
-            device.wait(device.h2d, released, "gradients made")
+            device.wait(ring.inward, released, "gradients made")
             gradients = pieces["grad"]
             inward += zip(map(_bytes_of, gradients), map(_bytes_of, self.gradients), strict=True)
         if any(lent):
-            device.wait(device.h2d, released, "gradients made")
+            device.wait(ring.inward, released, "gradients made")
             room = self._pieces_in(slot.flats["lent"])
             gradients = [
                 _first_bytes(piece, each) if waits else each
@@ -142,16 +147,16 @@ class StreamedBucket(HostBucket):
                     device.wait(ring.lane, event, "master in")
             else:
                 weights[number] = _first_bytes(pieces["weights"][number], on_host)
+                for event in () if claim is None else claim.after:
+                    device.wait(ring.inward, event, "master in")
                 if self.has_master and claim is not None and claim.writes == self.writes[position]:
                     fresh.add(number)
                 else:
-                    for event in () if claim is None else claim.after:
-                        device.wait(device.h2d, event, "master in")
                     inward.append((_bytes_of(weights[number]), _bytes_of(on_host)))
-            # what `h2d` still reads there it has read before the state comes in, which `d2h` comes after
+            # what others still copy from there is in the claim's events, which `d2h` comes after
             outward.append((_bytes_of(on_host), _bytes_of(weights[number])))
         try:
-            device.wait(ring.lane, self.copies.fetch(inward), "state here")
+            device.wait(ring.lane, self.copies.fetch(inward, ring.inward), "state here")
             device.wait(ring.lane, released, "gradients made")
             with device.use_lane(ring.lane), torch.no_grad():
                 for flat in state.values():
@@ -170,7 +175,7 @@ class StreamedBucket(HostBucket):
                 self.writes[position] = -1 if claim is None else claim.writes
             self.end_claims()
         except BaseException:  # some of it was issued: gradients, slot and state are free after that
-            device.wait(ring.lane, device.record(device.h2d), "state here")
+            device.wait(ring.lane, device.record(ring.inward), "state here")
             self.returned = device.record(ring.lane)
             device.wait(device.d2h, self.returned, "state out")
             self._state_out = slot.free = device.record(device.d2h)
@@ -282,7 +287,9 @@ class StreamedPart(HostPart[StreamedBucket]):
         flats = [(name, size) for name in (*sorted(names), *also)]
         if (numel, flats) != self._ring_flats:  # between steps
             self._ring_flats = numel, flats
-            self.ring = Ring(self.engine.device, numel, flats)
+            self.ring = Ring(
+                self.engine.device, numel, flats, _SLOTS_BESIDE_WEIGHTS if streams else RING_SLOTS
+            )
 
     @property
     def ring_bytes(self) -> int:

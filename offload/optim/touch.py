@@ -164,8 +164,8 @@ class WeightWatch:
         gradient. What FSDP2 shards is read by its gathers past Python. A weight that has a home keeps its
         class: who streams it waits before each use."""
         found, streams = parameter.grad, home_of(parameter) is not None
-        if isinstance(found, Watched) and found.comes_and_goes:  # its owner waits before it changes
-            found = None
+        if isinstance(found, SpentGradient) or (isinstance(found, Watched) and found.comes_and_goes):
+            found = None  # nobody may touch it, or its owner waits before it changes
         if not (streams or type(parameter) in (nn.Parameter, AwaitedWeight)) or not (
             found is None or (type(found) in (Tensor, AwaitedGradient) and not found._is_view())
         ):

@@ -29,22 +29,27 @@ class Slot:
 
 
 class Ring:
-    """RING_SLOTS slots on the device, each as large as the largest bucket, and the lane that steps them.
+    """Slots on the device, each as large as the largest bucket, the lane on which they come in, and the lane
+    that steps them.
 
-    flats: (name, bytes of one element). Allocated on `compute`; the first use of each slot is ordered behind
-        that.
+    flats: (name, bytes of one element). slots: RING_SLOTS, or more. Allocated on `compute`; the first use of
+        each slot is ordered behind that.
     """
 
-    def __init__(self, device: Device, numel: int, flats: Sequence[tuple[str, int]]) -> None:
+    def __init__(
+        self, device: Device, numel: int, flats: Sequence[tuple[str, int]], slots: int = RING_SLOTS
+    ) -> None:
         self.device = device
-        self.nbytes = RING_SLOTS * numel * sum(size for _, size in flats)
+        self.nbytes = slots * numel * sum(size for _, size in flats)
         self.lane: Lane = device.new_compute_lane("optimizer")
-        made = [{name: device.empty(numel * size) for name, size in flats} for _ in range(RING_SLOTS)]
+        self.inward: Lane = device.new_copy_lane("state in")
+        """Of its own: what others fetch ahead on `h2d` waits there for memory, and state would behind it."""
+        made = [{name: device.empty(numel * size) for name, size in flats} for _ in range(slots)]
         allocated = device.record(device.compute)
         self._slots = deque(Slot(each, allocated) for each in made)  # the one used longest ago first
 
     def wait_for_slot(self) -> None:
-        """Block the host until the next slot is free, so that no more than RING_SLOTS buckets are queued in
+        """Block the host until the next slot is free, so that no more buckets than slots are queued in
         front of others' copies, and weights that return from the CPU are not delayed by them."""
         self.device.synchronize(self._slots[0].free)
 

@@ -30,9 +30,7 @@ class FlatSpec(NamedTuple):
     zero: bool = False
 
 
-def check_budget(
-    arena: HostArena, nbytes: int, what: str, instead: str = "lower offload_fraction"
-) -> None:
+def check_budget(arena: HostArena, nbytes: int, what: str, instead: str = "lower offload_fraction") -> None:
     """Raises HostBudgetError, before anything is pinned, if the budget has not `nbytes` left. instead: of
     another limit, for the message."""
     left = arena.budget.limit_bytes - arena.budget.used_bytes + max(0, arena.held_bytes - arena.lent_bytes)

@@ -47,6 +47,8 @@ class IdleDevice:
     def new_compute_lane(self, name: str) -> Lane:
         return _Lane(name)
 
+    new_copy_lane = new_compute_lane
+
     @contextmanager
     def use_lane(self, lane: Lane) -> Iterator[None]:
         before, self.compute = self.compute, lane
