@@ -20,6 +20,7 @@ from offload.weights import choose
 from offload.weights.experts import ExpertWeight
 from offload.weights.gradients import GradientStream
 from offload.weights.stream import WeightStream
+from offload.weights.window import Window
 
 _imposed: weakref.WeakKeyDictionary[OffloadEngine, Contributor] = weakref.WeakKeyDictionary()
 
@@ -69,6 +70,11 @@ def leave_out(device: SimDevice, title: str | None) -> None:
 def by_expert(handle: Applied) -> list[ExpertWeight]:
     """The weights of a handle that stream by the expert."""
     return streaming_of(handle).experts.weights
+
+
+def window_of(handle: Applied) -> Window:
+    """Their memory on the device."""
+    return streaming_of(handle).experts.window
 
 
 def gradients_of(handle: Applied) -> GradientStream:

@@ -37,6 +37,5 @@ def form_of(func: Any, args: Any, kwargs: Any) -> str | None:
         index = args[1]
         if type(index) is Tensor and index.dtype in (torch.int64, torch.int32):
             return {0: "expert", 1: "rows"}.get(index.dim())
-        is_list = type(index) is list and all(type(each) is int for each in index)
-        return "expert" if type(index) is int else "rows" if is_list else None
+        return "expert" if type(index) is int else None
     return None

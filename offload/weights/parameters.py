@@ -8,12 +8,13 @@ the master is written back to, or the device's bytes are dropped because the mas
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from offload.device import Lane
 from offload.device.rows import quantize_rows
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
@@ -417,22 +418,24 @@ def _module_is_gone(engine: OffloadEngine, weight: Weight) -> None:
     block = weight.block
     if weight not in block.weights:
         return  # `give_back` was first
-    parts = [] if weight.experts is None else weight.experts.parts
-    for each in (weight, *(part.weights[0] for part in parts)):
-        engine.hooks.streamed.pop(each.storage._cdata, None)
-    close_behind(engine, weight, parts)
+    experts = weight.experts
+    given = [] if experts is None else [each.matrix.untyped_storage() for each in experts.given.values()]
+    for storage in (weight.storage, *given):
+        engine.hooks.streamed.pop(storage._cdata, None)
+    close_behind(engine, weight, () if experts is None else experts.homes())
     block.weights.remove(weight)
     block.staged = [each for each in block.staged if each[0] is not weight]
 
 
-def close_behind(engine: OffloadEngine, weight: Weight, parts: Sequence[BlockWeights] = ()) -> None:
-    """Give its host memory back behind its copies in flight, and those of its parts. Takes no lock."""
-    device, blocks = engine.device, (weight.block, *parts)
-    for block in blocks:
-        if block.arrived is not None:
-            device.wait(device.d2h, block.arrived, "weights home")
+def close_behind(engine: OffloadEngine, weight: Weight, homes: Collection[Lane] = ()) -> None:
+    """Give its host memory back behind its copies in flight. homes: of memory that its experts come to.
+    Takes no lock."""
+    device, block = engine.device, weight.block
+    if block.arrived is not None:
+        device.wait(device.d2h, block.arrived, "weights home")
+    if homes:
+        device.wait(device.d2h, device.record(device.h2d), "weights home")
     after = device.record(device.d2h)
-    for block in blocks:
-        if block.present and block.home is not None:
-            device.wait(block.home, after, "weights gone")
+    for home in (*homes, *([block.home] if block.present and block.home is not None else [])):
+        device.wait(home, after, "weights gone")
     weight.close_later(after)

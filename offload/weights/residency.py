@@ -240,7 +240,7 @@ class Residency:
                     device.free(weight.storage)
                 raise
             self._count(sum(weight.nbytes for weight in refilled))
-            self._wait(lane, arrived, "weights int8")
+            self.wait_for(lane, arrived, "weights int8")
             for weight, flat in block.staged:
                 device.note_read(lane, flat)
                 parameter = weight.on_device.view(weight.parameter.dtype)
@@ -253,8 +253,8 @@ class Residency:
         block.staged = []
         block.readers[id(lane)] = lane
 
-    def _wait(self, lane: Lane, arrived: Event, order: str) -> None:
-        """The lane waits for a block, which is a stall where it is not there yet."""
+    def wait_for(self, lane: Lane, arrived: Event, order: str) -> None:
+        """The lane waits for what `h2d` brings, which is a stall where it is not there yet."""
         device = self.device
         timed = not device.poll(arrived)
         before = device.record(lane, timed=True) if timed else None
@@ -276,7 +276,7 @@ class Residency:
         if id(lane) not in block.readers:
             block.readers[id(lane)] = lane
             assert block.arrived is not None
-            self._wait(lane, block.arrived, "weights here")
+            self.wait_for(lane, block.arrived, "weights here")
         for weight in weights:
             device.note_read(lane, weight.on_device)
         return found

@@ -93,9 +93,11 @@ class _WeightSave:
         if found != self._version:
             raise modified(self._dtype, self._layout[1], found, self._version)
         if (experts := weight.experts) is not None and self._expert is not None:
-            storage = experts.read(self._expert).untyped_storage()
+            storage: torch.UntypedStorage = experts.read(self._expert).untyped_storage()
             return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._layout)
-        view = experts.view_like((self._dtype, *self._layout)) if experts and self._by_expert else None
+        view: Tensor | None = None
+        if experts is not None and self._by_expert:
+            view = experts.view_like((self._dtype, *self._layout))
         if view is not None:
             return view
         with torch._C.DisableTorchFunctionSubclass():

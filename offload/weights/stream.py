@@ -159,10 +159,6 @@ class WeightStream(Client):
             for weight in block.weights:
                 if weight.uses is None or not self._may_learn(block, weight):
                     make_plain(weight.parameter)
-            with _outside_transforms():
-                for each in self.experts.weights:
-                    if each.parent is block:
-                        each.fetch_ahead()
             if self._measured.tokens is None:
                 self._measured.look_at((*args, *kwargs.values()))
         self._say_casts(block)
@@ -405,7 +401,7 @@ class WeightStream(Client):
 
     @property
     def _host_bytes(self) -> int:
-        return sum(size.arriving for size in self._sizes) + self.experts.nbytes
+        return sum(size.arriving for size in self._sizes) + self.experts.window.nbytes
 
     def int8_weights(self) -> list[Weight]:
         return [weight for block in self.blocks for weight in block.weights if weight.int8]
@@ -422,13 +418,13 @@ class WeightStream(Client):
             size, nbytes = whole[each.parent.index], each.weight.nbytes
             whole[each.parent.index] = Size(size.used + nbytes, size.arriving + nbytes)
         self.limit_bytes = max(self._asked_bytes, least_window(whole))
-        self.experts.share(self.limit_bytes - least_window(self._sizes))
+        self.experts.window.share(self.limit_bytes - least_window(self._sizes))
         self._take_plan(first_plan(self._sizes, self._limit_of_blocks))
 
     @property
     def _limit_of_blocks(self) -> int:
         """Without what weights have that stream by the expert."""
-        return self.limit_bytes - self.experts.room_bytes
+        return self.limit_bytes - self.experts.window.room_bytes
 
     def _say_replaced(self) -> None:
         """At a step's end, when no functional_call has put others in their place for its own duration."""
@@ -479,25 +475,18 @@ class WeightStream(Client):
     # -- steps -----------------------------------------------------------------------------------------------
     def end_step(self) -> ClientStats:
         """As Client."""
-        rooms = self.residency, *(each.room for each in self.experts.weights)
-        stalls, self._stalls = self._stalls, [stall for room in rooms for stall in room.stalls]
-        for room in rooms:
-            room.stalls = []
-        for room in rooms[1:]:
-            self.residency.in_bytes += room.in_bytes
-            self.residency.out_bytes += room.out_bytes
-            room.in_bytes = room.out_bytes = 0
+        stalls, self._stalls, self.residency.stalls = self._stalls, self.residency.stalls, []
         stall_ms = total_ms(self._device, stalls)
         moved = self.residency.in_bytes, self.residency.out_bytes
-        figures, experts = self.figures, self.experts
+        figures, experts, window = self.figures, self.experts, self.experts.window
         if self._hits + self._misses:
             figures.steps += 1
             figures.in_bytes, figures.out_bytes = moved[0] - self._moved[0], moved[1] - self._moved[1]
             figures.hits, figures.misses, figures.stall_ms = self._hits, self._misses, stall_ms
-            figures.expert_hits, figures.expert_misses = experts.hits, experts.misses
+            figures.expert_hits, figures.expert_misses = window.hits, window.misses
             figures.counts_ms = experts.waited_s * 1e3
         self._moved, self._hits, self._misses = moved, 0, 0
-        experts.hits, experts.misses, experts.waited_s = 0, 0, 0.0
+        window.hits, window.misses, experts.waited_s = 0, 0, 0.0
         self._learn(self.blocks)
         if (step := self._measured.step_ended()) is not None:
             self._plan_with(step)
@@ -505,7 +494,7 @@ class WeightStream(Client):
         self._say_larger()
         return ClientStats(
             lent_bytes=self._host_bytes,
-            device_bytes=sum(room.present_bytes for room in rooms),
+            device_bytes=self.residency.present_bytes + window.held_bytes,
             stall_ms=stall_ms,
             stall_count=len(stalls),
         )

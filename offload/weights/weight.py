@@ -84,30 +84,6 @@ def give_memory(tensor: Tensor, own: Tensor) -> None:
     torch.utils.swap_tensors(tensor, new)
 
 
-class ByExpert(Protocol):
-    """Who streams a weight of experts by the expert (experts.py)."""
-
-    parts: list[BlockWeights]
-
-    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of a call with the weight; NotImplemented for one that needs it whole."""
-
-    def read(self, expert: int) -> Tensor:
-        """The matrix of one, on the device."""
-
-    def view_like(self, layout: tuple[Any, ...]) -> Tensor | None:
-        """The weight as it was saved, watched; None for a part of it."""
-
-    def flush(self) -> None:
-        """The master has what was written to matrices of experts."""
-
-    def forget(self) -> None:
-        """Matrices on the device are old."""
-
-    def end(self) -> None:
-        """It comes with its block again. Raises OffloadError in a forward of that."""
-
-
 class Holder(Protocol):
     """Who brings a weight, or a gradient, to the device and takes it away, as its watched class asks."""
 
@@ -167,7 +143,7 @@ class Weight:
     | nbytes | of the parameter as it is now, on the device | `make_master` |
     | int8 | whether it waits, and crosses the link, as INT8 | `Parameters`, and who chooses |
     | uses | of experts: the kinds of its uses in forwards; None where they do not matter | `watched` |
-    | experts | who streams it by the expert; None where it comes with its block | `experts` |
+    | experts | its ExpertWeight; None where it comes with its block | `experts` |
     | source | fills the master at `apply` where the values are not the parameter's | who has them |
     | module, attribute | where the module had it when it was found | the constructor |
     | master | pinned host bytes | `rest` |
@@ -195,7 +171,7 @@ class Weight:
         self.int8 = False
         self.source: Callable[[Weight], None] | None = None
         self.uses: set[str | None] | None = None
-        self.experts: ByExpert | None = None
+        self.experts: Any = None
         self.dirty = self.stale = self.stepped_here = False
         self.writes = 0
         self.version = parameter._version

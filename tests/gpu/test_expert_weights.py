@@ -1,4 +1,4 @@
-"""Weights of experts that stream by the expert, on a GPU: chunks of experts have the bits of one product,
+"""Weights of experts that stream by the expert, on a GPU: pieces of a product have the bits of the whole,
 steps those of resident experts, and memory stays in its room."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import moe
 import offload
 from offload import OffloadConfig
-from tests.inside import by_expert, streams_from
+from tests.inside import by_expert, streams_from, window_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_allocator")]
 
@@ -32,8 +32,8 @@ def engine_of_the_gpu() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("rows", [40, 500, 5000, 40000])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [40, 5000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_chunks_of_experts_have_the_bits_of_one_product(
     rows: int, transposed: bool, dtype: torch.dtype
 ) -> None:
@@ -83,9 +83,10 @@ class Model(nn.Module):
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("checkpoints", [None, False, True])
-@pytest.mark.parametrize("rows", [3, 60, 2000])
-@pytest.mark.parametrize("weights", ["host", "60MB"])
+@pytest.mark.parametrize(
+    ("checkpoints", "rows", "weights"),
+    [(None, 3, "host"), (False, 60, "60MB"), (True, 2000, "host"), (None, 2000, "60MB")],
+)
 def test_steps_have_the_bits_of_resident_experts(checkpoints: bool | None, rows: int, weights: str) -> None:
     torch.manual_seed(0)
     model = Model(checkpoints).to("cuda", torch.bfloat16)
@@ -112,24 +113,34 @@ def test_steps_have_the_bits_of_resident_experts(checkpoints: bool | None, rows:
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
-def test_memory_stays_in_the_room_and_settles() -> None:
-    torch.manual_seed(0)
-    model = Model().to("cuda", torch.bfloat16)
-    handle = offload.apply(model, weights="host", blocks="layers.*")
+def steps(model: Model, number: int) -> list[int]:
+    """How often the allocator has asked the driver for memory, after each."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     seen = []
-    for number in range(20):
-        if number == 4:
-            torch.cuda.reset_peak_memory_stats()
+    for _ in range(number):
         x = torch.randn(256, WIDTH, device="cuda", dtype=torch.bfloat16)
         model(x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
         seen.append(torch.cuda.memory_stats()["num_device_alloc"])
-    assert seen[-1] == seen[10], "a settled step asks the driver for nothing"
-    for each in by_expert(handle):
-        assert each.room.present_bytes_peak <= each.weight.nbytes * 2 // LAYERS
-    rooms = 2 * LAYER_BYTES
-    activations = 64 << 20
-    assert torch.cuda.max_memory_allocated() < rooms + activations
+    return seen
+
+
+def test_memory_is_that_of_resident_experts_with_the_limit_in_their_place() -> None:
+    """Beside it a product in pieces has its result twice, and a copy of a piece's rows."""
+    torch.manual_seed(0)
+    model = Model().to("cuda", torch.bfloat16)
+    steps(model, 4)  # also what libraries allocate once for themselves, which stays
+    resident = torch.cuda.max_memory_allocated()
+    handle = offload.apply(model, weights="host", blocks="layers.*")
+    steps(model, 4)
+    torch.cuda.reset_peak_memory_stats()
+    seen = steps(model, 16)
+    assert seen[-1] == seen[6], "a settled step asks the driver for nothing"
+    assert handle.weights is not None
+    pieces = 2 * 2 * 256 * max(WIDTH, 2 * HIDDEN) * 2  # bytes: of 2 rows a token, twice
+    expected = resident - LAYERS * LAYER_BYTES + handle.weights.limit_bytes + pieces
+    assert torch.cuda.max_memory_allocated() <= expected
+    window = window_of(handle)
+    assert window.held_bytes <= window.room_bytes <= 2 * LAYER_BYTES
