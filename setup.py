@@ -43,6 +43,7 @@ setup(
     packages=[*find_packages(include=["offload", "offload.*"]), *(f"offload.{name}" for name in BESIDE)],
     package_dir={f"offload.{name}": name for name in ("parallel", "moe")},
     package_data={"offload": ["py.typed"]},
+    entry_points={"console_scripts": ["offload = offload.commands:main"]},
     zip_safe=False,  # a type checker reads py.typed from a folder
     install_requires=[
         "torch>=2.11,<2.14",
@@ -71,6 +72,7 @@ setup(
             "schedulefree",
             "prodigyopt",
         ],
+        "doctor": ["nvidia-ml-py"],  # PCIe generation and width where /sys does not have them
         "plot": ["matplotlib"],
         "plan": ["scipy"],  # bounds; training and plans need none of it
         "bench": ["scipy"],  # the extra's former name

@@ -12,5 +12,6 @@ from __future__ import annotations
 from offload.pipelining.announcing import Announcer
 from offload.pipelining.order import actions_of, peak_chunks
 from offload.pipelining.stage import OffloadPipelineStage
+from offload.policy.actions import Action
 
-__all__ = ["Announcer", "OffloadPipelineStage", "actions_of", "peak_chunks"]
+__all__ = ["Action", "Announcer", "OffloadPipelineStage", "actions_of", "peak_chunks"]

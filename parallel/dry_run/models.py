@@ -143,7 +143,7 @@ _QKV_BIAS = {"qwen2", "qwen2_moe"}
 def model_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """A `config.json` in transformers' format. Raises ValueError for a model type that is not described here,
     and for a number that is missing."""
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if kind == "gpt2":
         return _gpt2(config, name)
     if kind not in _LIKE_LLAMA:

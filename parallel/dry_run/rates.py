@@ -6,7 +6,7 @@ One invariant: a figure that nobody measured says so in `assumed`, and every ans
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from offload.policy.actions import Rates
 
@@ -65,6 +65,38 @@ class Gpu:
             duplex_bytes_per_s=min(fewer.together_bytes_per_s, more.together_bytes_per_s * part),
         )
         return shared, ""
+
+    def scaled(
+        self, *, memory_bytes: int | None, matmul_flops: float | None, link_rate: float | None
+    ) -> Gpu:
+        """A GPU of a user's figures: attention as this one's in proportion to `matmul_flops`, links to
+        `link_rate`, bytes a second out of one GPU alone; the rest is this one's, and `assumed` says so. None:
+        as this one has it."""
+        if memory_bytes is matmul_flops is link_rate is None:
+            return self
+        faster = 1.0 if matmul_flops is None else matmul_flops / self.matmul_flops
+        wider = 1.0 if link_rate is None else link_rate / self.links[1].d2h_bytes_per_s
+        return replace(
+            self,
+            name="GPU of your figures",
+            memory_bytes=self.memory_bytes if memory_bytes is None else memory_bytes,
+            matmul_flops=self.matmul_flops * faster,
+            attention_flops=self.attention_flops * faster,
+            attention_backward_flops=self.attention_backward_flops * faster,
+            links={
+                count: Rates(
+                    d2h_bytes_per_s=rates.d2h_bytes_per_s * wider,
+                    h2d_bytes_per_s=rates.h2d_bytes_per_s * wider,
+                    duplex_bytes_per_s=rates.together_bytes_per_s * wider,
+                )
+                for count, rates in self.links.items()
+            },
+            assumed=(
+                *self.assumed,
+                f"attention and links are those of {self.name} in proportion to --gpu-tflops and --link-gbs; "
+                f"memory's rate, host calls, wires and what is not given are those of {self.name}",
+            ),
+        )
 
 
 def _link(d2h: float, h2d: float, both: float) -> Rates:

@@ -1,1 +1,1 @@
-"""The parts of scripts/plan.py."""
+"""What the dry run's model says, beside what was measured."""

@@ -27,7 +27,7 @@ from parallel.dry_run.rank_step import RankPlan, RankStep  # noqa: E402
 from parallel.dry_run.rates import GPUS  # noqa: E402
 from parallel.dry_run.reference import Cut  # noqa: E402
 from parallel.dry_run.together import play_together  # noqa: E402
-from planning.orders import messages_of, orders_of  # noqa: E402
+from parallel.orders import messages_of, orders_of  # noqa: E402
 
 GB = 1e9
 _BLOCK = ModelShape(

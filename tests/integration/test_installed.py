@@ -45,12 +45,12 @@ def test_the_dry_run_plans_without_an_extra_and_says_at_once_what_a_picture_need
     python: Path, tmp_path: Path
 ) -> None:
     job = ["--model", "llama3-8b", "--pp", "4", "--sequence", "4096", "--offload", "auto"]
-    script = str(ROOT / "scripts" / "plan.py")
-    whole = json.loads(run_in(python, tmp_path, script, *job, "--json"))
+    plan = ["-m", "offload", "plan", *job]
+    whole = json.loads(run_in(python, tmp_path, *plan, "--json"))
     least = {mode["mode"]: mode["device_bytes"] for mode in whole["modes"]}
     between = str((least["none"] + least["checkpoint"]) / 2e9)
-    assert "fits" in run_in(python, tmp_path, script, *job, "--device-total-gb", between)
-    said = run_in(python, tmp_path, script, *job, "--plot", "step.png", code=2)
+    assert "fits" in run_in(python, tmp_path, *plan, "--device-total-gb", between)
+    said = run_in(python, tmp_path, *plan, "--plot", "step.png", code=2)
     assert said == (
         "a plot needs matplotlib, which is not installed: pip install matplotlib, or in a checkout "
         "pip install '.[plot]'\n"

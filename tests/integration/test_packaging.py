@@ -46,7 +46,8 @@ def test_the_wheels_metadata_is_complete_and_its_version_the_packages(wheel: Pat
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Author"] == "The pipeline-offload authors"
     assert metadata["Requires-Python"] == ">=3.11"
-    assert set(metadata.get_all("Provides-Extra") or ()) == {"test", "plot", "plan", "bench", "docs"}
+    extras = {"test", "doctor", "plot", "plan", "bench", "docs"}
+    assert set(metadata.get_all("Provides-Extra") or ()) == extras
     assert metadata.get_payload() == (ROOT / "README.md").read_text()
     needed = [line for line in metadata.get_all("Requires-Dist") or () if "extra ==" not in line]
     names = {re.match(r"[\w-]+", line)[0] for line in needed}  # type: ignore[index]

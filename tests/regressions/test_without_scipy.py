@@ -11,12 +11,12 @@ import json
 import sys
 from pathlib import Path
 
+import plan as plan_script
 import pytest
 import torch
 from torch import Tensor, nn
 
 import offload
-import plan as plan_script
 
 
 @pytest.fixture(autouse=True)

@@ -32,13 +32,16 @@ LEVELS: list[set[str]] = [
     {"apply", "load"},
     {"compare"},  # tries what apply does
     {"compat", "pipelining"},  # the sources' spellings, and torch's pipelines: adapters of all the rest
+    {"the public page"},
+    {"commands"},  # the console command: a user like any other
+    {"__main__"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 # any part may import these; policy imports no part, telemetry the lowest level
 BESIDE = {"policy", "telemetry"}
 PAGES = {"offload/__init__.py", "offload/fine_grained_activation_offload.py"}  # re-exports only
 PUBLIC = {"compat", "pipelining"}  # their names are for the other packages too
-DRY_RUN = "parallel/dry_run/"  # plans with the engine's plans: of what is inside offload it may import policy
+DRY_RUN = "parallel/dry_run/"  # plans with the engine's plans: of what is inside offload it may import BESIDE
 WITHOUT_TORCH = (
     "offload/policy/",
     "offload/planner/profile.py",
@@ -79,7 +82,7 @@ def forbidden(path: str, name: str) -> str | None:
         return "is torch, in a corner that takes numbers only"
     if package != "offload":
         hidden = LEVEL.keys() | BESIDE
-        public = PUBLIC | {"policy"} if path.startswith(DRY_RUN) else PUBLIC
+        public = PUBLIC | BESIDE if path.startswith(DRY_RUN) else PUBLIC
         inner = (
             target == "offload" and rest and rest[0] not in public and (len(rest) > 1 or rest[0] in hidden)
         )

@@ -1,4 +1,4 @@
-"""scripts/plan.py: what it says and prints, its exit codes, and torch's orders from numbers alone."""
+"""`offload plan`: what it says and prints, its exit codes, and torch's orders from numbers alone."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-import plan
-from bench.links import SIMULATED
+from offload.policy.actions import Rates
+from parallel import plan
+from parallel.dry_run.measure import Sizes, measured
 from parallel.dry_run.models import KNOWN, model_from_config
 from parallel.dry_run.rates import GPUS
+from parallel.orders import orders_of
 from parallel.schedules import SCHEDULES
-from planning.measure import Sizes, measured
-from planning.orders import orders_of
 
 SMALL = {
     "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8,
     "num_key_value_heads": 4, "intermediate_size": 1024, "vocab_size": 256,
 }  # fmt: skip
+LINK = Rates(d2h_bytes_per_s=55e9, h2d_bytes_per_s=55e9, duplex_bytes_per_s=100e9)
 TWO_RANKS = ["--pp", "2", "--microbatches", "4", "--sequence", "1024"]
 
 
@@ -218,7 +219,7 @@ def test_a_question_without_sense_is_one_line_and_code_2(
 def test_rates_are_measured_on_the_device_that_is_here() -> None:
     """On a CPU, small: the arithmetic, not the figures."""
     sizes = Sizes(side=64, tokens=64, heads=2, channels=16, elements=1 << 12, calls=20)
-    found = measured(GPUS["h200"], torch.device("cpu"), sizes, SIMULATED)
+    found = measured(GPUS["h200"], torch.device("cpu"), sizes, LINK)
     known = GPUS["h200"]
     for name in ("matmul_flops", "attention_flops", "attention_backward_flops", "memory_rate", "call_s"):
         assert 0 < getattr(found, name) != getattr(known, name)
@@ -234,12 +235,23 @@ def test_rates_cannot_be_measured_without_a_gpu(capsys: pytest.CaptureFixture[st
     assert (code, error) == (2, "--measure needs a GPU here; without one give --gpu\n")
 
 
-def test_a_file_that_is_no_json_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"layers: 3", "config.json is no JSON: Expecting value"),
+        (b"\xff\xfe\x00", "config.json is no JSON: 'utf-8' codec"),
+        (b"[]", "config.json has a list; a model's config is an object of names"),
+        (b'{"model_type": ["llama"]}', "model_type is \"['llama']\"; described are"),
+    ],
+)
+def test_a_config_that_is_none_is_one_line_that_names_it(
+    content: bytes, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "config.json"
-    path.write_text("layers: 3")
-    code, _, error = asked(capsys, "--model", str(path), "--sequence", "1024")
-    assert code == 2
-    assert "config.json is no JSON: Expecting value" in error
+    path.write_bytes(content)
+    code, said, error = asked(capsys, "--model", str(path), "--sequence", "1024")
+    assert (code, said, error.count("\n")) == (2, "", 1)
+    assert text in error
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

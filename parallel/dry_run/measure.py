@@ -6,20 +6,24 @@ dry run with them is as hopeful as one with the table's.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
+from torch.utils.benchmark import Timer
 
-from bench import links
-from bench.measure import Clock
+from offload import OffloadEngine
 from offload.policy.actions import Rates
-from parallel.dry_run.rates import Gpu
+
+from .rates import Gpu
 
 __all__ = ["Sizes", "measured"]
 
 _REPEATS = 5
+_LINK_BYTES = 256 << 20
+"""Pinned to measure the link with: two blocks of 64 MiB, and room around them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,19 +41,18 @@ class Sizes:
 
 
 def measured(
-    named: Gpu, device: torch.device, sizes: Sizes | None = None, link: links.LinkRates | None = None
+    named: Gpu, device: torch.device, sizes: Sizes | None = None, link: Rates | None = None
 ) -> Gpu:
     """`named` with the rates of `device`. Blocks for some seconds.
 
     link: the host link; None measures it, which needs CUDA. Rates between GPUs stay assumed.
     """
     sizes = Sizes() if sizes is None else sizes
-    link = links.measure_links() if link is None else link
+    link = _link_rates(device) if link is None else link
     forward, backward = _attention_flops(device, sizes)
     memory_bytes = named.memory_bytes
     if device.type == "cuda":
         memory_bytes = int(torch.cuda.mem_get_info(device)[0])
-    rates = Rates(d2h_bytes_per_s=link.d2h, h2d_bytes_per_s=link.h2d, duplex_bytes_per_s=link.duplex)
     return replace(
         named,
         name=f"{device.type} measured here",
@@ -59,30 +62,33 @@ def measured(
         attention_backward_flops=backward,
         memory_rate=_memory_rate(device, sizes),
         call_s=_call_s(device, sizes),
-        links={1: rates},
+        links={1: link},
         optimizer_rate=_optimizer_rate(device, sizes),
         assumed=(f"rates between GPUs are those of {named.name}",),
         sources=dict.fromkeys(named.sources, "measured here"),
     )
 
 
-def _least_s(device: torch.device, work: Callable[[], object]) -> float:
-    clock = Clock(device)
-    work()
-    clock.drain()
-    found = []
-    for _ in range(_REPEATS):
-        start = clock.mark()
-        work()
-        end = clock.mark()
-        clock.drain()
-        found.append(clock.ms(start, end) / 1e3)
-    return min(found)
+def _link_rates(device: torch.device) -> Rates:
+    """As an engine measures it before its first plan. Raises HostBudgetError where nothing can be pinned."""
+    engine = OffloadEngine(device=str(device))
+    try:
+        engine.reserve_host(_LINK_BYTES)
+        assert engine.rates is not None, f"{_LINK_BYTES:,} bytes were pinned and the link was not measured"
+        return engine.rates
+    finally:
+        engine.close()
+
+
+def _least_s(work: Callable[[], object]) -> float:
+    """Of some runs of a few calls each, a call's. The timer waits for the device."""
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return min(timer.timeit(3).median for _ in range(_REPEATS))
 
 
 def _matmul_flops(device: torch.device, sizes: Sizes) -> float:
     a, b = (torch.randn(sizes.side, sizes.side, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * sizes.side**3 / _least_s(device, lambda: a @ b)
+    return 2 * sizes.side**3 / _least_s(lambda: a @ b)
 
 
 def _attention_flops(device: torch.device, sizes: Sizes) -> tuple[float, float]:
@@ -96,13 +102,13 @@ def _attention_flops(device: torch.device, sizes: Sizes) -> tuple[float, float]:
     flops = 2 * sizes.tokens**2 * sizes.heads * sizes.channels
     y = forward()
     gradient = torch.ones_like(y)
-    backward_s = _least_s(device, lambda: torch.autograd.grad(y, (q, k, v), gradient, retain_graph=True))
-    return flops / _least_s(device, forward), 2.5 * flops / backward_s
+    backward_s = _least_s(lambda: torch.autograd.grad(y, (q, k, v), gradient, retain_graph=True))
+    return flops / _least_s(forward), 2.5 * flops / backward_s
 
 
 def _memory_rate(device: torch.device, sizes: Sizes) -> float:
     a = torch.ones(sizes.elements, device=device, dtype=torch.bfloat16)
-    return 2 * 2 * sizes.elements / _least_s(device, lambda: a.neg())
+    return 2 * 2 * sizes.elements / _least_s(lambda: a.neg())
 
 
 def _call_s(device: torch.device, sizes: Sizes) -> float:
@@ -115,16 +121,14 @@ def _call_s(device: torch.device, sizes: Sizes) -> float:
             y = y * 2.0
         y.sum().backward()
 
-    clock = Clock(device)
     chain()
-    clock.drain()
     found = []
     for _ in range(_REPEATS):
-        host = Clock(torch.device("cpu"))
-        start = host.mark()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begun = time.perf_counter()
         chain()
-        found.append(host.ms(start, host.mark()) / 1e3)
-        clock.drain()
+        found.append(time.perf_counter() - begun)
     return min(found) / sizes.calls
 
 
@@ -132,4 +136,4 @@ def _optimizer_rate(device: torch.device, sizes: Sizes) -> float:
     parameter = torch.nn.Parameter(torch.zeros(max(1, sizes.elements // 16), device=device))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
-    return parameter.numel() / _least_s(device, optimizer.step)
+    return parameter.numel() / _least_s(optimizer.step)

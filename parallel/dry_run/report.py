@@ -1,4 +1,4 @@
-"""The answer of scripts/plan.py in words and as JSON. GB are 1e9 bytes."""
+"""The answer of `offload plan` in words and as JSON. GB are 1e9 bytes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from offload.policy.actions import Rates
-from parallel.dry_run.answer import DryRun, PositionNeed
-from parallel.dry_run.rank_step import Mode
+
+from .answer import DryRun, PositionNeed
+from .rank_step import Mode
 
 __all__ = ["Answers", "as_json", "lines"]
 

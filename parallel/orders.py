@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
-from offload.policy.actions import Action
-from parallel.dry_run.simulate import Message
-from parallel.order import actions_of
-from parallel.schedules import check_counts, schedule_named, stages_of
+from offload.pipelining import Action
+
+from .dry_run.simulate import Message
+from .order import actions_of
+from .schedules import check_counts, schedule_named, stages_of
 
 __all__ = ["messages_of", "orders_of"]
 
@@ -45,7 +46,7 @@ def messages_of(
             if what in ("F", "B", "I", "W"):
                 place += _runs(what, stage)
             elif what.startswith(("SEND", "RECV")):
-                kind = "F" if what.endswith("F") else "B"
+                kind: Literal["F", "B"] = "F" if what.endswith("F") else "B"
                 # of the stage that makes it
                 maker = stage if what.startswith("SEND") else stage + (-1 if kind == "F" else 1)
                 own.setdefault(place, []).append(Message(kind, maker, action.microbatch_index))

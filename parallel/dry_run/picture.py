@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from offload.telemetry.drawing import require_matplotlib
-from parallel.dry_run.answer import DryRun
 
-__all__ = ["draw"]
+from .answer import DryRun
+
+__all__ = ["draw", "require_matplotlib"]
 
 GB = 1e9
 _COLORS = {"F": "#4477AA", "B": "#228833", "I": "#66CCEE", "W": "#CCBB44"}

@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
 """A dry run: memory, time and host memory of a training job, before a GPU is rented.
 
-    python scripts/plan.py --model llama3-70b --pp 8 --vpp 2 --tp 4 --schedule interleaved1f1b \\
+    offload plan --model llama3-70b --pp 8 --vpp 2 --tp 4 --schedule interleaved1f1b \\
         --microbatches 32 --sequence 8192 --gpu h200 --device-total-gb 120 --offload auto
-    python scripts/plan.py --model path/to/config.json --pp 4 --microbatches 8 --sequence 4096 --json
-    python scripts/plan.py --model path/to --sequence 4096 --gpu-gb 80 --gpu-tflops 620 --link-gbs 25
+    offload plan --model path/to/config.json --pp 4 --microbatches 8 --sequence 4096 --json
+    offload plan --model path/to --sequence 4096 --gpu-gb 80 --gpu-tflops 620 --link-gbs 25
 
 It needs no GPU and takes seconds. One layer of each kind, the embedding and the head are run on the meta
 device, which shows every operator call with its sizes; seconds come from measured rates of the named GPU,
@@ -19,28 +18,20 @@ import argparse
 import json
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-_SCRIPTS = Path(__file__).resolve().parent
-for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
-    if _folder not in sys.path:
-        sys.path.insert(0, _folder)
+import torch
 
-import torch  # noqa: E402
-
-from offload.policy.actions import Rates  # noqa: E402
-from offload.telemetry.drawing import require_matplotlib  # noqa: E402
-from parallel.dry_run.answer import dry_run  # noqa: E402
-from parallel.dry_run.job import Job, stages_of_job  # noqa: E402
-from parallel.dry_run.models import KNOWN, ModelShape, known_model, model_from_config  # noqa: E402
-from parallel.dry_run.rank_step import MODES  # noqa: E402
-from parallel.dry_run.rates import GPUS, Gpu, gpu_named  # noqa: E402
-from parallel.dry_run.reference import Cut  # noqa: E402
-from parallel.schedules import SCHEDULES  # noqa: E402
-from planning import picture, report  # noqa: E402
-from planning.measure import measured  # noqa: E402
-from planning.orders import messages_of, orders_of  # noqa: E402
+from .dry_run import picture, report
+from .dry_run.answer import dry_run
+from .dry_run.job import Job, stages_of_job
+from .dry_run.measure import measured
+from .dry_run.models import KNOWN, ModelShape, known_model, model_from_config
+from .dry_run.rank_step import MODES
+from .dry_run.rates import GPUS, Gpu, gpu_named
+from .dry_run.reference import Cut
+from .orders import messages_of, orders_of
+from .schedules import SCHEDULES
 
 GB = 1e9
 _MODES_HELP = "; ".join(map(": ".join, MODES.items())) + " (%(default)s)"
@@ -51,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     try:
         if given.plot is not None:
-            require_matplotlib()  # said before a long job is planned
+            picture.require_matplotlib()  # said before a long job is planned
         job = _job(given)
         stages = stages_of_job(job)
         answer = dry_run(job, given.offload, stages)
@@ -72,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="offload plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--model", required=True, help=f"{', '.join(KNOWN)}, or a transformers config.json, or its folder")
@@ -164,32 +155,10 @@ def _gpu(given: argparse.Namespace) -> Gpu:
         if not torch.cuda.is_available():
             raise ValueError("--measure needs a GPU here; without one give --gpu")
         found = measured(found, torch.device("cuda"))
-    own = ("gpu_gb", "gpu_tflops", "link_gbs")
-    if all(getattr(given, name) is None for name in own):
-        return found
-    faster = 1.0 if given.gpu_tflops is None else given.gpu_tflops * 1e12 / found.matmul_flops
-    one = found.links[1]
-    wider = 1.0 if given.link_gbs is None else given.link_gbs * GB / one.d2h_bytes_per_s
-    return replace(
-        found,
-        name="GPU of your figures",
-        memory_bytes=found.memory_bytes if given.gpu_gb is None else round(given.gpu_gb * GB),
-        matmul_flops=found.matmul_flops * faster,
-        attention_flops=found.attention_flops * faster,
-        attention_backward_flops=found.attention_backward_flops * faster,
-        links={
-            count: Rates(
-                d2h_bytes_per_s=rates.d2h_bytes_per_s * wider,
-                h2d_bytes_per_s=rates.h2d_bytes_per_s * wider,
-                duplex_bytes_per_s=rates.together_bytes_per_s * wider,
-            )
-            for count, rates in found.links.items()
-        },
-        assumed=(
-            *found.assumed,
-            f"attention and links are those of {found.name} in proportion to --gpu-tflops and --link-gbs; "
-            f"memory's rate, host calls, wires and what is not given are those of {found.name}",
-        ),
+    return found.scaled(
+        memory_bytes=_bytes(given.gpu_gb),
+        matmul_flops=None if given.gpu_tflops is None else given.gpu_tflops * 1e12,
+        link_rate=None if given.link_gbs is None else given.link_gbs * GB,
     )
 
 
@@ -209,15 +178,13 @@ def _model(name: str) -> ModelShape:
     if path.suffix != ".json":
         return known_model(name)
     try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} has a {type(config).__name__}; a model's config is an object of names")
     return model_from_config(config, path.resolve().parent.name)
 
 
 def _bytes(gigabytes: float | None) -> int | None:
     return None if gigabytes is None else round(gigabytes * GB)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

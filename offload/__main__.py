@@ -1,0 +1,7 @@
+"""`python -m offload`: the console command `offload`."""
+
+import sys
+
+from offload.commands import main
+
+sys.exit(main())
