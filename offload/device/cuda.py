@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -21,7 +21,7 @@ from offload.device.base import CaptureWatcher, CopyPair, Event, Graph, Lane
 from offload.device.sanitizer import polled
 from offload.errors import CaptureError
 
-__all__ = ["CudaDevice", "CudaLane"]
+__all__ = ["CudaDevice", "CudaLane", "cores_in", "pci_address"]
 
 
 class CudaLane:
@@ -79,6 +79,12 @@ def cores_in(text: str) -> frozenset[int]:
     return frozenset(cores)
 
 
+def pci_address(device: torch.device) -> str:
+    """As /sys writes it: `0000:1a:00.0`."""
+    about: Any = torch.cuda.get_device_properties(device)
+    return f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
+
+
 class CudaDevice:
     """One GPU. Lanes: the calling thread's current stream, and one stream for each direction of copies."""
 
@@ -125,14 +131,9 @@ class CudaDevice:
     @property
     def near_cores(self) -> frozenset[int]:
         allowed = frozenset(os.sched_getaffinity(0))
-        about = torch.cuda.get_device_properties(self.torch_device)
-        names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-        if all(hasattr(about, name) for name in names):  # an older torch has none
-            domain, bus, slot = (int(getattr(about, name)) for name in names)
-            address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
-            with suppress(OSError):  # a container without that part of /sys
-                near = (Path("/sys/bus/pci/devices") / address / "local_cpulist").read_text()
-                return cores_in(near) & allowed or allowed
+        with suppress(OSError):  # a container without that part of /sys
+            folder = Path("/sys/bus/pci/devices") / pci_address(self.torch_device)
+            return cores_in((folder / "local_cpulist").read_text()) & allowed or allowed
         return allowed
 
     def owns(self, tensor: torch.Tensor) -> bool:

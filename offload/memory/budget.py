@@ -73,13 +73,14 @@ class LocalHostBudget:
         return other is self
 
 
-def default_host_limit_bytes(held_bytes: int = 0) -> int:
+def default_host_limit_bytes(held_bytes: int = 0, root: Path = Path("/")) -> int:
     """What this process may pin where nobody says: 80% of the machine's memory, or of a cgroup's limit where
-    that is lower, and no more than is available, beside the `held_bytes` that it holds already."""
-    groups = cgroups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    that is lower, and no more than is available, beside the `held_bytes` that it holds already. root: where
+    /proc and /sys are."""
+    groups = cgroups(root / "proc/self/cgroup", root / "sys/fs/cgroup")
     physical_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [physical_bytes, *(group.limit_bytes for group in groups)]
-    free = [available_bytes(Path("/proc/meminfo")), *(group.available_bytes for group in groups)]
+    free = [available_bytes(root / "proc/meminfo"), *(group.available_bytes for group in groups)]
     return min(int(min(limits) * DEFAULT_SHARE), max(0, min(free)) + held_bytes)
 
 
