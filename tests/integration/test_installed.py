@@ -45,7 +45,8 @@ def test_the_dry_run_plans_without_an_extra_and_says_at_once_what_a_picture_need
     python: Path, tmp_path: Path
 ) -> None:
     job = ["--model", "llama3-8b", "--pp", "4", "--sequence", "4096", "--offload", "auto"]
-    plan = ["-m", "offload", "plan", *job]
+    offload = str(python.with_name("offload"))  # the console script
+    plan = [offload, "plan", *job]
     whole = json.loads(run_in(python, tmp_path, *plan, "--json"))
     least = {mode["mode"]: mode["device_bytes"] for mode in whole["modes"]}
     between = str((least["none"] + least["checkpoint"]) / 2e9)
@@ -55,6 +56,17 @@ def test_the_dry_run_plans_without_an_extra_and_says_at_once_what_a_picture_need
         "a plot needs matplotlib, which is not installed: pip install matplotlib, or in a checkout "
         "pip install '.[plot]'\n"
     )
+
+
+@pytest.mark.skipif("torch.cuda.is_available()", reason="there is a GPU, whose machine may be right or not")
+def test_the_doctor_needs_no_extra_and_says_nothing_beside_its_answer(
+    python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a locale that is not installed, and in a folder that has modules of the command's names."""
+    monkeypatch.setenv("LC_ALL", "xx_XX")
+    for name in ("compare", "doctor", "plan", "commands"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of the user was imported')\n")
+    assert run_in(python, tmp_path, "-m", "offload", "doctor", "--json", code=3) == ""
 
 
 def test_tests_run_where_no_extra_is_but_what_runs_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
