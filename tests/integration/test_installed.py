@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.integration.test_readme import DOCS, README, examples
 from tests.integration.user_environment import ROOT, environment_of, run_in, wheel_of
@@ -58,7 +59,7 @@ def test_the_dry_run_plans_without_an_extra_and_says_at_once_what_a_picture_need
     )
 
 
-@pytest.mark.skipif("torch.cuda.is_available()", reason="there is a GPU, whose machine may be right or not")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose machine may be right or not")
 def test_the_doctor_needs_no_extra_and_says_nothing_beside_its_answer(
     python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
