@@ -462,11 +462,11 @@ def apply(
     here = _device_of(device_name()) if before is None else before.engine.device.torch_device
     where = here if device is None else _device_of(device)
     named_blocks = {name: module for named in streamed.values() for name, module in named.items()}
-    conducted = conductor_config(conductor, None if before is None else before.engine)
+    engine = None if before is None or where != here else before.engine
+    conducted = conductor_config(conductor, engine, where)
     choice, slab = (None, None) if weights is None else chosen_weights(model, named_blocks, where, quantize)
     waits = gradients == "host" or (gradients is None and choice is not None)
     wait = choose_gradients(model, None if gradients == "host" else choice) if waits else []
-    engine = None if before is None or where != here else before.engine
     parts = parts_of(model, where, choice, limit_bytes, wait, optimizer, limited.device_limit_bytes)
     refuse_beyond_host(parts, engine, limited.host_limit_bytes)
     if conducted is not None:

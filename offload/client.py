@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from enum import Enum
-from typing import ParamSpec
+from typing import Any, ParamSpec
 from weakref import WeakKeyDictionary
 
 from offload.telemetry.records import ClientStats, StepStats
@@ -48,6 +48,9 @@ class Client:
 
     def step_ended(self, stats: StepStats) -> None:
         """Every client has ended the step. Called without the lock: it may communicate."""
+
+    def engine_replaced(self, engine: Any) -> None:
+        """The process has another engine, because this one, of which it is a client, was closed."""
 
     def capture_begins(self) -> None:
         """A capture is about to begin. Events that were recorded before it cannot be waited for inside."""

@@ -12,7 +12,7 @@ from offload.device import device_name
 from offload.engine import OffloadEngine
 from offload.memory.budget import HostBudget
 
-__all__ = ["default_engine"]
+__all__ = ["default_engine", "replace_engine"]
 
 _defaults: dict[str, OffloadEngine] = {}
 _defaults_lock = threading.Lock()
@@ -33,7 +33,16 @@ def default_engine(
     with _defaults_lock:
         engine = _defaults.get(name)
         if engine is None or engine.closed:
-            engine = _defaults[name] = OffloadEngine(config, device=name, budget=budget)
+            before, engine = engine, OffloadEngine(config, device=name, budget=budget)
+            _defaults[name] = engine
+            replace_engine(before, engine)
         elif config is not None:
             engine.reconfigure(config, budget)
         return engine
+
+
+def replace_engine(before: OffloadEngine | None, engine: OffloadEngine) -> None:
+    """The process has `engine` now. Clients of the one before, if that is closed, are told."""
+    if before is not None and before is not engine and before.closed:
+        for client in before.clients:
+            client.engine_replaced(engine)

@@ -10,7 +10,7 @@ from typing import Any
 
 from offload.config import OffloadConfig, checked_config
 from offload.engine import OffloadEngine
-from offload.engines import default_engine
+from offload.engines import default_engine, replace_engine
 from offload.groups.manager import GroupsManager
 from offload.memory.budget import HostBudget, default_host_limit_bytes
 from offload.memory.ledger import SharedHostBudget, shared_by_store
@@ -112,10 +112,12 @@ def change_limits(config: OffloadConfig) -> GroupsManager:
 
 def _new_manager(engine: OffloadEngine, print_summary: bool, process_group: Any) -> GroupsManager:
     new = manager_type(engine, print_summary=print_summary, process_group=process_group)
+    before = None if manager is None else manager.engine
     if manager is not None:
         new.ledgers.take_over(manager.ledgers)
     close_manager()
     put_manager(new)
+    replace_engine(before, engine)
     # pieces go whole, and what was reserved stays
     engine.arena.trim(engine.config.host_reserve_bytes + engine.arena.registration_bytes - 1)
     return new

@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import torch
+
 from offload.client import Client, Phase
 from offload.conductor.config import ConductorConfig
 from offload.conductor.rules import is_pressed
@@ -37,11 +39,17 @@ from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.admission import DenialReason, Denied, Direction, Lease, Priority
 
-__all__ = ["Conductor"]
+__all__ = ["Conductor", "device_bytes"]
 
 logger = speaker(__name__)
 
 CLIENT = "conductor"
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """Memory of a GPU; None of the simulated device."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
 
 _SAVE_TENSORS = ("groups", "watermark")  # clients
 
@@ -83,6 +91,9 @@ class _EngineClient(Client):
         self._conductor._let_saves_leave(True)
         return ClientStats()
 
+    def engine_replaced(self, engine: OffloadEngine) -> None:
+        self._conductor._move_to(engine)
+
     def step_ended(self, stats: StepStats) -> None:
         for kind, one in stats.by_kind.items():
             self._conductor.report_pinned(kind, one.lent_bytes)
@@ -91,34 +102,66 @@ class _EngineClient(Client):
 class Conductor(ConductorRuntime):
     """Of one engine, from now on until `shutdown`.
 
-    config: None for the defaults, with `fields` in their place. engine: None for the process's own. Phases
-    are those that clients see: forwards, backwards, optimizers. From the first call of `begin_step` on they
-    are the user's. Runtimes of other systems are registered as with ConductorRuntime, whose arguments it
-    takes. Raises ValueError where the engine has a conductor already. Blocks the host: never.
+    config: None for the caps of the engine's device, and no telemetry, with `fields` in their place. engine:
+    None for the process's own; where the process gets another one, because that was closed, it goes there.
+    Phases are those that clients see: forwards, backwards, optimizers. From the first call of `begin_step` on
+    they are the user's. Runtimes of other systems are registered as with ConductorRuntime, whose arguments
+    `allocated` and `rules` it takes. Raises ValueError where the engine has a conductor already. Blocks the
+    host: never.
     """
 
     def __init__(
         self, config: ConductorConfig | None = None, *, engine: OffloadEngine | None = None, **fields: Any
     ) -> None:
         self.engine = engine = default_engine() if engine is None else engine
-        fields.setdefault("allocated", self._allocated_bytes)
-        super().__init__(config, **fields)
+        allocated, rules = fields.pop("allocated", self._allocated_bytes), fields.pop("rules", None)
+        if config is None:
+            config, fields = ConductorConfig.of_device(device_bytes(engine.device.torch_device), **fields), {}
+        super().__init__(config, allocated=allocated, rules=rules, **fields)
         if not self._enabled:
             return
         if isinstance(engine.copier.admission, Conductor):
             raise ValueError("this engine has a Conductor already; use that one, or shutdown() it first")
         self._by_hand, self._saves_leave, self._said = False, True, Once()
+        self._client = _EngineClient(self)
+        self._arbitrate(engine)
+
+    def _arbitrate(self, engine: OffloadEngine) -> None:
+        self.engine, self._inner = engine, engine.copier.admission
         self._shares: defaultdict[tuple[str, Direction], _Share] = defaultdict(_Share)
         self._limits = engine.limits.contributor(CLIENT, self)
-        self._client, self._inner = _EngineClient(self), engine.copier.admission
         engine.attach(self._client)
         engine.copier.admission, engine.on_phase = self, self._saw
+
+    def _leave(self) -> None:
+        self.engine.copier.admission, self.engine.on_phase = self._inner, None
+        self.engine.detach(self._client)
+
+    def _move_to(self, engine: OffloadEngine) -> None:
+        """The process has another engine, and that of before was closed: nothing is in flight there."""
+        with self._lock:
+            if isinstance(engine.copier.admission, Conductor):
+                self.shutdown()
+                return
+            of_device = ConductorConfig.of_device(device_bytes(self.engine.device.torch_device))
+            if self.config == of_device:  # with the caps of that one
+                self.config = ConductorConfig.of_device(device_bytes(engine.device.torch_device))
+                self.budget.soft_bytes, self.budget.hard_bytes = (
+                    self.config.soft_bytes,
+                    self.config.hard_bytes,
+                )
+            for share in self._shares.values():
+                if share.token is not None:
+                    self.transfers.release(share.token)
+            self._leave()
+            self._limits.end()
+            self._saves_leave = True
+            self._arbitrate(engine)
 
     def shutdown(self) -> None:
         """As ConductorRuntime; the engine is as it was."""
         if self._enabled:
-            self.engine.copier.admission, self.engine.on_phase = self._inner, None
-            self.engine.detach(self._client)
+            self._leave()
             super().shutdown()
             self._limits.end()
 

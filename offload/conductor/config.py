@@ -116,9 +116,11 @@ class ConductorConfig:
         return cls(**load_fields(cls, source, _WAY, "the conductor"))
 
     @classmethod
-    def of_device(cls, total_bytes: int | None) -> Self:
-        """Caps of a device of so much memory, and no telemetry; None: the defaults' caps."""
-        if total_bytes is None:
-            return cls(telemetry_interval=0)
-        hard = total_bytes / MIB
-        return cls(vram_hard_cap_mb=hard, vram_soft_cap_mb=hard * _SOFT_SHARE, telemetry_interval=0)
+    def of_device(cls, total_bytes: int | None, **given: Any) -> Self:
+        """Caps of a device of so much memory, and no telemetry; None: the defaults' caps. given: fields in
+        their place; a hard cap has its share as the soft one."""
+        fields: dict[str, Any] = {"telemetry_interval": 0}
+        hard = given.get("vram_hard_cap_mb", None if total_bytes is None else total_bytes / MIB)
+        if isinstance(hard, (int, float)):
+            fields |= {"vram_hard_cap_mb": hard, "vram_soft_cap_mb": hard * _SOFT_SHARE}
+        return cls(**fields | given)

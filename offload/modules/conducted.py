@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from offload.conductor.arbiter import Conductor
+import torch
+
+from offload.conductor.arbiter import Conductor, device_bytes
 from offload.conductor.config import ConductorConfig
 from offload.conductor.telemetry import TelemetryHub
 from offload.engine import OffloadEngine
-from offload.modules.settings import gpu_bytes
 
 __all__ = ["Conducted", "conduct", "conductor_config"]
 
@@ -26,14 +27,18 @@ _handles: weakref.WeakKeyDictionary[Conductor, int] = weakref.WeakKeyDictionary(
 """Conductors that `apply` has built, and how many handles want each."""
 
 
-def conductor_config(given: Conducted, engine: OffloadEngine | None) -> ConductorConfig | None:
-    """What `given` asks for; None for no conductor. engine: the one that there is. Raises ValueError for a
-    config that cannot be, or another one than the engine's conductor has."""
+def conductor_config(
+    given: Conducted, engine: OffloadEngine | None, where: torch.device
+) -> ConductorConfig | None:
+    """What `given` asks for; None for no conductor. engine: the one of `where`, if there is one. Raises
+    ValueError for a config that cannot be, or another one than the engine's conductor has."""
     if given is None or given is False:
         return None
     there = None if engine is None else engine.copier.admission
     if given is True:
-        return there.config if isinstance(there, Conductor) else ConductorConfig.of_device(gpu_bytes())
+        return (
+            there.config if isinstance(there, Conductor) else ConductorConfig.of_device(device_bytes(where))
+        )
     if isinstance(given, (str, Path, Mapping)):
         config = ConductorConfig.load(given)
     elif isinstance(given, ConductorConfig):

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 import offload
-from offload import PipelineOffloadManager
+from offload import PipelineOffloadManager, process
 from offload.client import Phase
 from offload.conductor import Conductor, ConductorConfig
 from offload.device.sim import ExecutorName
-from offload.transfer.admission import CapsAdmission
+from offload.transfer.admission import CapsAdmission, Direction
 from tests.inside import streams_from
 from tests.ticks import counted_time
 from tests.unit.groups.stack import build_manager, installed
@@ -366,3 +366,50 @@ def test_weights_that_cannot_stream_leave_no_conductor_behind(manager: PipelineO
         offload.apply(Model(), weights="1B", conductor=True)
     assert isinstance(manager.engine.copier.admission, CapsAdmission)
     assert offload.marks.default_manager().engine.on_phase is None
+
+
+@pytest.mark.parametrize("how", ["first use", "configure"])
+def test_a_conductor_goes_where_the_process_has_its_next_engine(how: str, monkeypatch: Any) -> None:
+    """It would arbitrate an engine that nobody copies with, and the one that is used would have none."""
+    monkeypatch.setattr("offload.engines._defaults", {})
+    before = offload.configure(device="sim").engine
+    model = Model()
+    handle = offload.apply(model, "groups", min_numel=1, conductor=True)
+    conductor = handle.conductor
+    assert conductor is not None
+    optimizer = adam(model)
+    train(model, optimizer)
+    process.close_manager()
+    if how == "configure":
+        offload.configure(device="sim")
+    grants = conductor.counts.grants
+    train(model, optimizer)
+    engine = offload.marks.default_manager().engine
+    assert before.closed
+    assert engine is not before
+    assert engine.copier.admission is conductor
+    assert conductor.counts.grants > grants
+    assert conductor.transfers.in_flight(Direction.D2H) <= 1
+    assert isinstance(before.copier.admission, CapsAdmission)
+    assert before.on_phase is None
+    handle.remove()
+    assert isinstance(engine.copier.admission, CapsAdmission)
+    assert engine.on_phase is None
+    assert engine.limits.held_by("max_spilling_bytes") != "conductor"
+    process.close_manager()
+
+
+def test_without_a_config_the_caps_are_those_of_the_device(monkeypatch: Any) -> None:
+    monkeypatch.setattr("offload.conductor.arbiter.device_bytes", lambda device: 80 << 30)
+    with streamed() as pair:
+        own = Conductor(engine=pair.stream._engine, h2d_slots=3)
+        assert own.config == ConductorConfig.of_device(80 << 30, h2d_slots=3)
+        assert own.budget.hard_bytes == 80 << 30
+        assert own.budget.soft_bytes == round((80 << 30) * 22000 / 23500)
+        assert own.config.telemetry_interval == 0
+        own.shutdown()
+        less = Conductor(engine=pair.stream._engine, vram_hard_cap_mb=1000)
+        assert less.config.vram_soft_cap_mb < less.config.vram_hard_cap_mb == 1000
+        less.shutdown()
+        with pytest.raises(ValueError, match="must be a number of MiB"):
+            Conductor(engine=pair.stream._engine, vram_hard_cap_mb="1GB")
