@@ -3,13 +3,15 @@
 
     python scripts/bench_conductor.py                   every work
     python scripts/bench_conductor.py --work one        adapters on streamed weights, 4,096 tokens
-    python scripts/bench_conductor.py --work three      and inputs of blocks on the host, and an output head
-                                                        whose optimizer state is there: 16,384 tokens
+    python scripts/bench_conductor.py --work three      8 trained blocks and a head, 16,384 tokens: weights,
+                                                        gradients, inputs of blocks and optimizer state move
+    python scripts/bench_conductor.py --work conflicts  copies of several clients at once, by hand
     python scripts/bench_conductor.py --tiny            the whole script on a CPU and the simulated device
 
 A step with the conductor is compared with its neighbour without: the machine's changes are in both. `law` is
 the sum over passes of what is longest there: compute with all on the device, the bytes of each direction over
-55 GB/s, all bytes over 100 GB/s. One invariant: gradients of both arms have the same bits.
+55 GB/s, all bytes over 100 GB/s. Of conflicts (bench/conflicts.py) it is compared how long compute waits for
+a copy that it needs. One invariant: gradients of both arms have the same bits.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +39,18 @@ from torch import Tensor, nn  # noqa: E402
 
 import offload  # noqa: E402
 from bench import gradients  # noqa: E402
+from bench.conflicts import CONFLICTS, stalls_ms  # noqa: E402
 from bench.run import NEEDS_GPU, hardware  # noqa: E402
 from bench.weights import TINY, Model, Shape, bits_of  # noqa: E402
 from offload.conductor import Conductor, ConductorConfig  # noqa: E402
+from offload.device.sim import SimDevice  # noqa: E402
+from offload.engine import OffloadEngine  # noqa: E402
 
 LINK_GB_S, BOTH_GB_S = 55.0, 100.0
 PASSES = ("forward", "backward", "optimizer")
-WORKS = {"one": 4096, "three": 16384}  # tokens
+WORKS = {"one": (4096, 28, 10), "three": (16384, 8, 4)}  # tokens, blocks, pairs of steps
+CONFLICT_HEADER = "| conflict | stall ms without | with | with / without | asked |"
+ASKED = {"saturated": "begins within 20 ms"}
 HEADER = "| work | ms without | ms with | with / without | law ms | with / law | stall ms | denied | bits |"
 
 
@@ -66,32 +74,29 @@ class Loop:
     def __init__(self, options: argparse.Namespace, *, away: bool) -> None:
         self.device = torch.device("cpu" if options.tiny else "cuda:0")
         dtype = torch.float32 if options.tiny else torch.bfloat16
-        shape = TINY if options.tiny else Shape(layers=options.layers)
+        self.three = options.work == "three"
+        shape = TINY if options.tiny else Shape(layers=options.layers or WORKS[options.work][1])
+        if self.three:
+            shape = replace(shape, rank=0)  # the blocks themselves are trained
         where = {"device": self.device, "dtype": dtype}
         torch.manual_seed(0)
-        self.three = options.work == "three"
         self.model = (
             WithHead(shape, 64 if options.tiny else 152064, **where)
             if self.three
             else (Model(shape, **where))
         )
-        tokens = 32 if options.tiny else options.tokens or WORKS[options.work]
+        tokens = 32 if options.tiny else options.tokens or WORKS[options.work][0]
         self.x = torch.randn(1, tokens, shape.hidden, **where)
         blocks = "blocks.layers.*" if self.three else "layers.*"
-        self.handle = None
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.Adam(trained, lr=1e-4)
         mode = "hidden_states" if self.three else False
         if away:
-            least = {"min_numel": 1} if options.tiny and self.three else {}
-            self.handle = offload.apply(self.model, mode, blocks=blocks, weights="host", **least)
+            given = {"optimizer": self.optimizer} if self.three else {}
+            given |= {"min_numel": 1} if options.tiny and self.three else {}
+            offload.apply(self.model, mode, blocks=blocks, weights="host", **given)
         elif self.three:
             offload.apply(self.model, "checkpoint", blocks=blocks)
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        if away and self.three:
-            self.optimizer: torch.optim.Optimizer = offload.HybridDeviceOptimizer(
-                trained, offload_fraction=1.0, lr=1e-4
-            )
-        else:
-            self.optimizer = torch.optim.Adam(trained, lr=1e-4)
 
     def loss(self) -> Tensor:
         return self.model(self.x).float().square().mean()
@@ -128,7 +133,7 @@ def seconds_by_pass(options: argparse.Namespace) -> dict[str, float]:
     """Of steps with all on the device, the fastest of each pass."""
     loop = Loop(options, away=False)
     found: dict[str, list[float]] = {name: [] for name in PASSES}
-    for _ in range(options.warmup + options.samples):
+    for _ in range(options.warmup + (options.samples or WORKS[options.work][2])):
         loop.synchronize()
         begun = time.perf_counter()
 
@@ -183,7 +188,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     times: dict[bool, list[float]] = {True: [], False: []}
     stalls: dict[bool, list[float]] = {True: [], False: []}
     ratios, denied = [], 0
-    for sample in range(options.samples):
+    for sample in range(options.samples or WORKS[options.work][2]):
         for with_it in (True, False) if sample % 2 else (False, True):
             arbiter = Conductor(config, engine=engine) if with_it else None
             loop.seconds()  # the first step with other phases is none to compare
@@ -221,15 +226,33 @@ def line(row: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def conflicts(options: argparse.Namespace) -> list[dict[str, Any]]:
+    engine = OffloadEngine(device=SimDevice(executor="clock") if options.tiny else "cuda")
+    found = []
+    for conflict in CONFLICTS:
+        # the simulated link has a clock of its own, so one sample is all
+        medians = stalls_ms(
+            engine, conflict, 1 if options.tiny else options.samples or 10, 1024 if options.tiny else 1
+        )
+        found.append({"conflict": conflict, "stall_ms": {"with": medians[True], "without": medians[False]}})
+    return found
+
+
+def conflict_line(row: dict[str, Any]) -> str:
+    without, with_it = row["stall_ms"]["without"], row["stall_ms"]["with"]
+    cells = [row["conflict"], f"{without:.2f}", f"{with_it:.2f}", f"{with_it / without:.3f}"]
+    return f"| {' | '.join([*cells, ASKED.get(row['conflict'], '0.5')])} |"
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--work", choices=WORKS, help="(every one)")
+    parser.add_argument("--work", choices=(*WORKS, "conflicts"), help="(every one)")
     parser.add_argument("--tokens", type=int, help="of one sequence (4,096 and 16,384)")
-    parser.add_argument("--layers", type=int, default=Shape.layers, help="(%(default)s)")
-    parser.add_argument("--samples", type=int, default=10, help="pairs of steps (%(default)s)")
-    parser.add_argument("--warmup", type=int, default=6, help="steps before them (%(default)s)")
+    parser.add_argument("--layers", type=int, help="(28 and 8)")
+    parser.add_argument("--samples", type=int, help="pairs of steps (10 and 4); of a conflict (10)")
+    parser.add_argument("--warmup", type=int, default=4, help="steps before them (%(default)s)")
     parser.add_argument("--out", metavar="FILE", type=Path, help="write every figure as JSON")
     parser.add_argument("--tiny", action="store_true", help="tiny blocks on the simulated device")
     parser.add_argument("--child", choices=("away", "here"), help=argparse.SUPPRESS)
@@ -246,11 +269,19 @@ def main(arguments: list[str] | None = None) -> None:
     if options.child is not None:
         print(json.dumps(run(options) if options.child == "away" else seconds_by_pass(options)))
         return
-    print("simulated" if options.tiny else hardware(), f"torch {torch.__version__}", HEADER, sep="\n")
-    print("|---" * HEADER.count(" | ") + "|---|", flush=True)
+    print("simulated" if options.tiny else hardware(), f"torch {torch.__version__}", sep="\n")
+    works = [*WORKS, "conflicts"] if options.work is None else [options.work]
+    if works != ["conflicts"]:
+        print(HEADER, "|---" * HEADER.count(" | ") + "|---|", sep="\n", flush=True)
     given = sys.argv[1:] if arguments is None else arguments
     found: list[dict[str, Any]] = []
-    for work in WORKS if options.work is None else [options.work]:
+    for work in works:
+        if work == "conflicts":
+            print(CONFLICT_HEADER, "|---" * CONFLICT_HEADER.count(" | ") + "|---|", sep="\n")
+            rows = conflicts(options)
+            print(*map(conflict_line, rows), sep="\n", flush=True)
+            found += rows
+            continue
         made: dict[str, Any] = {}
         for child in (
             "away",
@@ -265,8 +296,8 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             found.append(made["away"] | {"compute_s": made["here"]})
             print(line(found[-1]), flush=True)
-        if options.out is not None:
-            options.out.write_text(json.dumps(found))
+    if options.out is not None:
+        options.out.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

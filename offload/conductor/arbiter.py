@@ -4,8 +4,11 @@ for there, and it follows the phases that the clients see.
     slots        a client that copies in a direction has one slot there, whatever the number of its pieces,
                  until the last of them has passed. So alone no client is denied for a slot
     two clients  where others copy to the device too, a prefetch waits until its client has less than
-                 `slot_mb` in flight: copies of a direction are first in, first out, so that is what a
-                 required one behind them waits for
+                 `slot_mb` queued: copies of a direction are first in, first out, so that is what a required
+                 one behind them waits for. Queued is a piece whose buffer compute has got to, and which has
+                 not passed; before that it keeps nobody waiting, and the host is far ahead of the device.
+                 Clients count that by themselves, in the order of their reads: `slot_mb` bounds
+                 kind_ahead_bytes of transfer/limits.py while several kinds come in
     suppressed   one prefetch of each client is in flight: the window is 1
     OPTIMIZER    no saved tensor leaves; it is kept, and nobody waits. The one slot to the device is for a
                  HybridDeviceOptimizer while it copies; weights and gradients that torch's own steps have the
@@ -64,11 +67,14 @@ class _Share:
 
 
 class _Piece:
-    """As Lease: one piece, from its request until its copy has passed."""
+    """As Lease: one piece, from its request until its copy has passed. due: of a prefetch, where
+    compute is at the request; the copy cannot begin before, as its buffer is allocated there."""
 
-    def __init__(self, of: Conductor, share: _Share, inner: Lease, nbytes: int, priority: Priority) -> None:
+    def __init__(
+        self, of: Conductor, share: _Share, inner: Lease, nbytes: int, priority: Priority, due: Event | None
+    ) -> None:
         self._conductor, self._share, self._inner = of, share, inner
-        self.nbytes, self.priority = nbytes, priority
+        self.nbytes, self.priority, self.due = nbytes, priority, due
 
     def done(self, event: Event | None) -> None:
         self._inner.done(event)
@@ -95,8 +101,10 @@ class _EngineClient(Client):
         self._conductor._move_to(engine)
 
     def step_ended(self, stats: StepStats) -> None:
-        for kind, one in stats.by_kind.items():
+        kinds = stats.by_kind
+        for kind, one in kinds.items():
             self._conductor.report_pinned(kind, one.lent_bytes)
+        self._conductor._bound_ahead(sum(one.in_bytes > 0 for one in kinds.values()) > 1)
 
 
 class Conductor(ConductorRuntime):
@@ -127,7 +135,7 @@ class Conductor(ConductorRuntime):
         self._arbitrate(engine)
 
     def _arbitrate(self, engine: OffloadEngine) -> None:
-        self.engine, self._inner = engine, engine.copier.admission
+        self.engine, self._inner, self._several = engine, engine.copier.admission, False
         self._shares: defaultdict[tuple[str, Direction], _Share] = defaultdict(_Share)
         self._limits = engine.limits.contributor(CLIENT, self)
         engine.attach(self._client)
@@ -206,6 +214,12 @@ class Conductor(ConductorRuntime):
             self._saves_leave = leave
             self._limits.bound("max_spilling_bytes", None if leave else 0)
 
+    def _bound_ahead(self, several: bool) -> None:
+        """Where several kinds come in, none has more than `slot_mb` fetched ahead of its reader."""
+        if several is not self._several:
+            self._several = several
+            self._limits.bound("kind_ahead_bytes", self.config.slot_bytes if several else None)
+
     def snapshots(self) -> dict[str, dict[str, int | None]]:
         """As ConductorRuntime; of the engine's own clients, what holds for them."""
         found, hints, clients = super().snapshots(), self.hints, {client for client, _ in self._shares}
@@ -249,7 +263,9 @@ class Conductor(ConductorRuntime):
             return answer
         if share.token is None:
             share.token = self.transfers.take(client, direction, priority)
-        piece = _Piece(self, share, lease, nbytes, priority)
+        device = self.engine.device
+        due = device.record(device.compute) if priority is Priority.SPECULATIVE else None
+        piece = _Piece(self, share, lease, nbytes, priority, due)
         share.pieces[piece] = None
         return piece if reason is None else Denied(reason, piece)
 
@@ -268,8 +284,11 @@ class Conductor(ConductorRuntime):
         window, ahead = self._window(), sum(piece.priority is priority for piece in share.pieces)
         if window is not None and ahead >= window and self.hints.suppress_speculative:
             return DenialReason.PHASE_RULE_SUPPRESSED_SPECULATIVE
-        queued = nbytes + sum(piece.nbytes for piece in share.pieces)
-        crowded = queued > self.config.slot_bytes and self.transfers.in_flight(direction) > 1
+        crowded = False
+        if self.transfers.in_flight(direction) > 1:
+            poll = self.engine.device.poll
+            queued = [piece.nbytes for piece in share.pieces if piece.due is None or poll(piece.due)]
+            crowded = bool(queued) and nbytes + sum(queued) > self.config.slot_bytes
         shrunk = window is not None and ahead >= window
         return DenialReason.H2D_SLOTS_EXHAUSTED if crowded or shrunk else None
 

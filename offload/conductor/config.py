@@ -52,9 +52,9 @@ class ConductorConfig:
     d2h_slots: int = 2
     """The same to the host."""
 
-    slot_mb: float = 256
+    slot_mb: float = 512
     """MiB that one client may have queued to the device ahead of their reader while another client copies
-    there too: 5 ms of a 55 GB/s link."""
+    there too: 10 ms of a 55 GB/s link."""
 
     bridge: BridgeName = "turns"
     """Which rules tighten limits. "v0": the source's letter, nothing loosens within a step. "turns": they

@@ -181,6 +181,8 @@ class Prefetcher:
                 window = sys.maxsize
             elif inputs_bytes is not None and inputs_bytes < window:
                 window = inputs_bytes
+        if limits.kind_ahead_bytes is not None:
+            window = min(window, limits.kind_ahead_bytes)
         self.stride_bytes = min(self.piece_bytes, window // 4)
         if not transfers.counts.spilled:
             return  # all that was saved in this step is on the device

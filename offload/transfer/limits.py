@@ -18,6 +18,8 @@ says whose bound holds. tests/unit/test_one_owner_of_limits.py finds any other w
                          split backward, of what the first brought back; None: as much as max_restoring_bytes
                          where the second is the next read, else nothing
     again_room_bytes     the same of what the first recomputed; None: as of what it brought back
+    kind_ahead_bytes     what one kind (saved tensors, weights, gradients) has fetched ahead of its readers,
+                         where several kinds do; one block of weights at least
     weights_ahead_bytes  streamed weights that were fetched ahead, and not used yet
     weights_in_flight_bytes  streamed weights that are on their way to the device, when more is fetched ahead
 
@@ -53,6 +55,7 @@ Cap = Literal[
     "kept_limit_bytes",
     "half_room_bytes",
     "again_room_bytes",
+    "kind_ahead_bytes",
     "weights_ahead_bytes",
     "weights_in_flight_bytes",
 ]
@@ -111,6 +114,7 @@ class Limits:
     kept_limit_bytes: int | None
     half_room_bytes: int | None
     again_room_bytes: int | None
+    kind_ahead_bytes: int | None
     weights_ahead_bytes: int | None
     weights_in_flight_bytes: int | None
 

@@ -325,7 +325,8 @@ class GradientStream(Client):
                 return
             seen.add(index)
             if not block.present and not (
-                self.residency.make_room(block, seen, self.order.coming())
+                not self.residency.is_far_ahead(block)
+                and self.residency.make_room(block, seen, self.order.coming())
                 and self.residency.load(block, Priority.SPECULATIVE)
             ):
                 return

@@ -207,13 +207,17 @@ class Residency:
         """Whether the limits of weights that are fetched ahead refuse one more."""
         limits, poll = self._engine.limits, self.device.poll
         ahead, in_flight = limits.weights_ahead_bytes, limits.weights_in_flight_bytes
-        if ahead is None and in_flight is None:
+        of_kind = limits.kind_ahead_bytes
+        if ahead is None and in_flight is None and of_kind is None:
             return False
         unused = [each for each in self.blocks if each is coming or (each.present and not each.readers)]
         under_way = [
             each for each in unused if each.arrived is None or not (each.present and poll(each.arrived))
         ]
-        return (ahead is not None and sum(each.link_bytes for each in unused) > ahead) or (
+        unused_bytes = sum(each.link_bytes for each in unused)
+        if of_kind is not None and unused_bytes > of_kind and len(unused) > 1:
+            return True
+        return (ahead is not None and unused_bytes > ahead) or (
             in_flight is not None and sum(each.link_bytes for each in under_way) > in_flight
         )
 

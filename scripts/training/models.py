@@ -144,9 +144,7 @@ class Mixture:
         every = frozenset(moe.GROUP_NAMES) - (_OF_EXPERTS if mode else frozenset())
         chosen = frozenset(name.strip() for name in marks.split(",") if name.strip())
         names = {"all": every, "none": frozenset[str]()}.get(marks.strip(), chosen)
-        placement = moe.Placement(
-            offload_modules=names, experts_mode=mode, input_kept=given["input_kept"]
-        )
+        placement = moe.Placement(offload_modules=names, experts_mode=mode, input_kept=given["input_kept"])
         ranks = given["expert_parallel"] or 1
         if config.experts % ranks:
             raise ValueError(

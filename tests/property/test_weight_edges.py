@@ -32,9 +32,7 @@ from tests.inside import streaming_of, streams_from
 from tests.property.test_edges import edge_titles
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted(
-    path for path in (ROOT / "offload" / "weights").rglob("*.py") if path.name != "gradients.py"
-)
+SOURCES = sorted(path for path in (ROOT / "offload" / "weights").rglob("*.py") if path.name != "gradients.py")
 WIDTH, STEPS = 16, 4
 
 

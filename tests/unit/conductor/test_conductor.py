@@ -138,32 +138,37 @@ def test_beside_another_client_a_prefetch_queues_no_more_than_a_slots_bytes() ->
     assert [link.copy("groups", SPECULATIVE, nbytes=512) for _ in range(3)] == [True, True, False]
 
 
-@pytest.mark.req("S1-60")
-@pytest.mark.parametrize("conflict", ["three at once", "the optimizer", "the backward"])
-def test_what_is_waited_for_stalls_less_than_half_as_long_as_without(conflict: str) -> None:
-    """Each conflict on a simulated link, whose copies of a direction are first in, first out: prefetches of
-    others are asked for, as far as they are granted, and then a block that compute waits for."""
-    found = []
-    for is_on in (False, True):
-        allocated = 23000 * MIB if conflict == "the backward" else 0
-        link = Link(executor="clock", slot_mb=1, allocated=lambda nbytes=allocated: nbytes)
-        if not is_on:
-            link.conductor.shutdown()
-        elif conflict == "the backward":
-            enter(link, Phase.BACKWARD)
-        elif conflict == "the optimizer":
-            enter(link, Phase.OPTIMIZER)
-        waiting = "optim" if conflict == "the optimizer" else "weights"
-        link.copy(waiting, REQUIRED, nbytes=MIB)
-        for client in {"three at once": ("groups", "experts"), "the backward": ("groups",)}.get(
-            conflict, ("weights",)
-        ):
-            for _ in range(24):
-                link.copy(client, SPECULATIVE, nbytes=MIB // 2)
-        found.append(link.stall_ms(waiting, MIB))
-        link.arrive()
-    without, with_it = found
-    assert with_it <= without / 2
+def test_a_prefetch_whose_buffer_compute_has_not_got_to_keeps_nobody_waiting() -> None:
+    """The host is far ahead of the device: what it has queued for later is not in anybody's way now. Denied,
+    each such prefetch would be a load that compute waits for."""
+    link = Link(slot_mb=1024 / MIB)
+    device = link.engine.device
+    link.copy("weights", REQUIRED)
+    device.wait(device.compute, link.events[-1], "read")  # compute waits, and the host goes on
+    assert all(link.copy("groups", SPECULATIVE, nbytes=1000) for _ in range(5))
+    link.copy("weights", REQUIRED)
+    device.synchronize(device.record(device.compute))
+    assert link.ask("groups", SPECULATIVE, nbytes=1000) == Denied(DenialReason.H2D_SLOTS_EXHAUSTED)
+
+
+def test_where_several_kinds_come_in_none_has_more_than_a_slot_fetched_ahead(link: Link) -> None:
+    limits, most = link.engine.limits, link.conductor.config.slot_bytes
+    assert most == 512 * MIB  # 10 ms of a 55 GB/s link
+    link.copy("weights")
+    link.copy("weights", direction=D2H)
+    link.arrive()
+    link.engine.end_step()
+    assert limits.kind_ahead_bytes is None
+    link.copy("weights")
+    link.copy("watermark")
+    link.arrive()
+    link.engine.end_step()
+    assert (limits.kind_ahead_bytes, limits.held_by("kind_ahead_bytes")) == (most, "conductor")
+    link.copy("watermark")
+    link.copy("groups")  # both are saved tensors
+    link.arrive()
+    link.engine.end_step()
+    assert limits.kind_ahead_bytes is None
 
 
 def test_a_spill_is_denied_a_slot_and_kept_only_while_memory_is_enough() -> None:

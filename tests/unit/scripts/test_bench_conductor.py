@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 import bench_conductor
+from bench.conflicts import CONFLICTS, stalls_ms
+from offload.device.sim import SimDevice
+from offload.engine import OffloadEngine
 
 
 @pytest.mark.slow
@@ -24,6 +27,15 @@ def test_a_work_is_printed_with_the_same_bits_in_both_arms(
     assert {"forward h2d", "forward d2h", "backward h2d", "optimizer d2h", "optimizer h2d"} <= set(
         row["moved"]
     )
+
+
+@pytest.mark.req("S1-60")
+@pytest.mark.parametrize("conflict", CONFLICTS)
+def test_what_is_waited_for_stalls_at_most_half_as_long_as_without(conflict: str) -> None:
+    """Each conflict on a simulated link, whose copies of a direction are first in, first out."""
+    engine = OffloadEngine(device=SimDevice(executor="clock"))
+    found = stalls_ms(engine, conflict, samples=1, scale=1024)
+    assert 0 < found[True] <= found[False] / 2
 
 
 def test_the_law_takes_what_is_longest_in_each_pass() -> None:

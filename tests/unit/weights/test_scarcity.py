@@ -12,7 +12,7 @@ import offload
 from offload import OffloadEngine, PipelineOffloadManager
 from offload.device.sim import SimDevice
 from offload.transfer.admission import UNCOUNTED, Admission, DenialReason, Denied, Direction, Lease, Priority
-from tests.inside import streaming_of, streams_from
+from tests.inside import impose, streaming_of, streams_from
 from tests.unit.groups.stack import installed
 from tests.unit.weights.streamed import BLOCK_BYTES, BLOCKS, WIDTH, Model, Pair, streamed
 
@@ -110,3 +110,18 @@ def test_remove_that_does_not_fit_goes_on_streaming(options: Any, monkeypatch: p
         monkeypatch.undo()
         pair.train(2)
         assert streaming_of(pair.handle).residency.present_bytes <= 2 * BLOCK_BYTES
+
+
+def test_no_more_is_fetched_ahead_than_the_kind_may_have() -> None:
+    """One block at least, however large it is."""
+    with streamed(weights="21kB") as pair:
+        residency, (first, second, third, *_) = pair.stream.residency, pair.stream.blocks
+        for most, refused in ((None, (False, False)), (2 * BLOCK_BYTES, (False, True)), (1, (True, True))):
+            impose(pair.stream._engine, kind_ahead_bytes=most)
+            assert not residency.is_far_ahead(first)
+            assert residency.load(first, Priority.SPECULATIVE)
+            found = [residency.is_far_ahead(second)]
+            assert residency.load(second, Priority.SPECULATIVE)
+            assert (*found, residency.is_far_ahead(third)) == refused
+            for block in (first, second):
+                residency.drop(block)
