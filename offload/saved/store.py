@@ -337,8 +337,8 @@ class TensorStore:
             storage = self._transfers.ready(block)
             if block.unread == 0 and not block.reread_soon:
                 self._transfers.drop(block)
-                if self._transfers.claimed_bytes:  # a recompute's graph holds them from here on
-                    self._transfers.claimed_bytes += block.nbytes
+                if (limits := self._transfers.limits).claimed_bytes:  # a recompute's graph holds them now
+                    limits.claim_more(block.nbytes)
         gathered = record.gathered
         tensor = view_of(storage, layout, block.base) if gathered is None else _scattered(storage, gathered)
         shared = probe.detach()

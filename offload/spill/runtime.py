@@ -198,6 +198,7 @@ class ActivationRuntime(Client):
             finally:
                 self._closed = True
                 self._detach()
+                self.transfer.end()
                 if self.pool is not None:
                     self.pool.clear()
                 self.engine.close_unused()

@@ -40,6 +40,7 @@ class ActivationTransfer:
         on_host: bool = False,
     ) -> None:
         self._engine = engine
+        self._share = engine.limits.contributor("watermark", self)
         self._max_d2h, self._max_h2d = max_inflight_d2h, max_inflight_h2d
         self._hosts = hosts
         self._on_host = on_host
@@ -47,17 +48,31 @@ class ActivationTransfer:
         self.blocked_ms = 0.0  # in this step
         self.blocked_count = 0
 
+    def end(self) -> None:
+        """It bounds nothing any more."""
+        self._share.end()
+
     # -- what is in flight -----------------------------------------------------------------------------------
+    @property
+    def _max_d2h(self) -> int | None:
+        return self._most
+
+    @_max_d2h.setter
+    def _max_d2h(self, most: int | None) -> None:
+        self._most = most
+        self._share.bound("spills_in_flight", most)
+
     def can_spill(self) -> bool:
         """Whether one more may be in flight."""
-        if self._max_d2h is None:
-            return self._engine.limits.max_spilling_bytes != 0
-        return sum(1 for transfer, _ in self._in_flight if not transfer.settled) < self._max_d2h
+        limits = self._engine.limits
+        if limits.spills_in_flight is None:
+            return limits.max_spilling_bytes != 0
+        return sum(1 for transfer, _ in self._in_flight if not transfer.settled) < limits.spills_in_flight
 
     @property
     def sends_nothing(self) -> bool:
         """Whether the cap is 0: what could leave stays, and nobody waits for room."""
-        return self._max_d2h == 0
+        return self._engine.limits.spills_in_flight == 0
 
     def take_settled(self) -> list[DeviceBlock]:
         """Blocks of spills that have been settled since the last call, by whomever."""

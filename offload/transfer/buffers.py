@@ -70,9 +70,7 @@ class Buffers(CaptureSide):
     def _release_all(self) -> None:
         """Release whatever can be: sources of spills, what was fetched ahead, and what clients keep that
         could leave."""
-        for reference in self.limits.watchers:
-            if (watcher := reference()) is not None:
-                watcher.relieve()
+        self.limits.relieve()
         while self._spilling:
             self.settle_spill(self._spilling[0])
         self.drop_furthest(self.restoring_bytes)

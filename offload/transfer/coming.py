@@ -194,12 +194,12 @@ class Prefetcher:
             while (found := coming.look(window, self.piece_bytes)) is not None:
                 fetch, keep, sizes = found
                 # without room what is on its way out leaves, and is looked at again
-                if keep and limits.watchers and self._has_no_room(1):
+                if keep and not limits.has_room(1):
                     return
                 for block in keep:
                     transfers.reclaim(block)
                 if fetch:
-                    if limits.watchers and self._has_no_room(sum(block.nbytes for block in fetch)):
+                    if limits.watchers and not limits.has_room(sum(block.nbytes for block in fetch)):
                         return
                     later = partial(_read_later, chunks, rank, fetch[-1].touch)
                     if transfers.restore(fetch, Priority.SPECULATIVE, later) is None:
@@ -208,10 +208,6 @@ class Prefetcher:
                 if coming.ahead_bytes >= window:
                     return
             window -= coming.ahead_bytes
-
-    def _has_no_room(self, nbytes: int) -> bool:
-        watchers = [reference() for reference in self._transfers.limits.watchers]
-        return any(watcher.room() < nbytes for watcher in watchers if watcher is not None)
 
     def _look_ahead(self, disk: DiskTier, chunks: Sequence[ComingReads]) -> None:
         """Have the disk's reader follow the coming reads. Not at every call: its window may be long, and is

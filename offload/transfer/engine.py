@@ -343,7 +343,7 @@ class TransferEngine(Buffers):
         counts.restore_bytes += nbytes
         if capture is not None:
             capture.restore_bytes += nbytes
-        held = self.resident_bytes + self.spilling_bytes + self.restoring_bytes + self.claimed_bytes
+        held = self.resident_bytes + self.spilling_bytes + self.restoring_bytes + self.limits.claimed_bytes
         if held > counts.device_bytes_peak:
             counts.device_bytes_peak = held
         return transfer

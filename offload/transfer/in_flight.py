@@ -92,7 +92,6 @@ class InFlight:
         self.resident_bytes = 0
         self.spilling_bytes = 0
         self.restoring_bytes = 0
-        self.claimed_bytes = 0  # of the limit, for bytes that no block has
         self._refused_bytes = 0  # of blocks that can be read
         self._spilling: deque[Transfer] = deque()
         self._restoring: deque[Transfer] = deque()
@@ -110,7 +109,7 @@ class InFlight:
     @property
     def device_bytes(self) -> int:
         """Saved bytes on the device in any state, and what is claimed beside them."""
-        return self.resident_bytes + self.spilling_bytes + self.restoring_bytes + self.claimed_bytes
+        return self.resident_bytes + self.spilling_bytes + self.restoring_bytes + self.limits.claimed_bytes
 
     @property
     def over_limit(self) -> bool:
@@ -142,7 +141,7 @@ class InFlight:
             block.nbytes += nbytes
             block.storages += 1
         self.resident_bytes += nbytes  # first: whatever fails below, a block that is freed is counted out
-        held = self.resident_bytes + self.spilling_bytes + self.restoring_bytes + self.claimed_bytes
+        held = self.resident_bytes + self.spilling_bytes + self.restoring_bytes + self.limits.claimed_bytes
         counts, limit, cap = self.counts, self.limits.device_limit_bytes, self.limits.max_spilling_bytes
         if (limit is not None and held > limit) or (cap is not None and self.spilling_bytes > cap):
             self._make_room(0)
@@ -153,16 +152,15 @@ class InFlight:
             counts.device_bytes_peak = held
         if nbytes > counts.largest_bytes:
             counts.largest_bytes = nbytes
-        for reference in self.limits.watchers:
-            if (watcher := reference()) is not None:
-                watcher.on_save(block, nbytes)
+        if self.limits.watchers:
+            self.limits.saved(block, nbytes)
 
     def claim(self, nbytes: int) -> None:
         """From here on so many bytes of the device limit are for tensors that no block has, such as those
         that a recompute makes again; room is made for them. The next claim takes the place of this one, and a
         step's end ends it. What is restored and read for the last time meanwhile adds to it: a recompute
         holds that until its backward is over. Blocks the host: never."""
-        self.claimed_bytes = nbytes
+        self.limits.claim(nbytes)
         if nbytes:
             if self.freed_blocks:
                 self.reclaim_freed()
@@ -177,7 +175,7 @@ class InFlight:
         never."""
         self.resident_bytes += nbytes
         if nbytes > 0:
-            self.claimed_bytes = max(0, self.claimed_bytes - nbytes)
+            self.limits.claim_more(-nbytes)
             self._make_room(0)
             self.counts.device_bytes_peak = max(self.counts.device_bytes_peak, self.device_bytes)
 
@@ -412,7 +410,7 @@ class InFlight:
         self.reclaim_freed()
         self._settle_all()
         self._ahead.clear()
-        self.claimed_bytes = 0
+        self.limits.claim(0)
         self.dropped.clear()
         self._no_room = False
         stall_ms = total_ms(self.device, self._stalls_before)

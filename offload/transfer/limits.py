@@ -21,12 +21,16 @@ says whose bound holds. tests/unit/test_one_owner_of_limits.py finds any other w
     kind_ahead_bytes     what one kind (saved tensors, weights, gradients) has fetched ahead of its readers,
                          where several kinds do; one block of weights at least
     weights_ahead_bytes  streamed weights that were fetched ahead, and not used yet
+    spills_in_flight     of a watermark that sends one tensor after the other: how many at once
     weights_in_flight_bytes  streamed weights that are on their way to the device, when more is fetched ahead
 
 A client that is not there yet needs nothing else. An arbiter, or one that streams weights, takes a
 contributor of its own, changes its bounds between steps, and ends it. What is no number it answers as a
 `Watcher`: it is told of each save, asked before each fetch ahead, and asked to release what it can where the
-device is full.
+device is full. `saved`, `has_room` and `relieve` ask all of them.
+
+claimed_bytes: of device_limit_bytes, for tensors that no block has, such as those that a recompute makes
+again. The next `claim` takes the place of the last one, and a step's end ends it.
 
 A plan's bounds (`is_plan`) hold until the device limit or the config changes, for which they were made.
 Methods take no lock, so a finaliser may call `end` on any thread. Caps are plain attributes, which copies
@@ -56,6 +60,7 @@ Cap = Literal[
     "half_room_bytes",
     "again_room_bytes",
     "kind_ahead_bytes",
+    "spills_in_flight",
     "weights_ahead_bytes",
     "weights_in_flight_bytes",
 ]
@@ -115,10 +120,14 @@ class Limits:
     half_room_bytes: int | None
     again_room_bytes: int | None
     kind_ahead_bytes: int | None
+    spills_in_flight: int | None
     weights_ahead_bytes: int | None
     weights_in_flight_bytes: int | None
 
+    claimed_bytes: int
+
     def __init__(self, config: OffloadConfig) -> None:
+        self.claimed_bytes = 0
         self._bounds: dict[tuple[Contributor, Cap], _Bound] = {}
         self._watchers: dict[Contributor, weakref.ref[Watcher]] = {}
         self._config = self.contributor(CONFIG)
@@ -150,6 +159,33 @@ class Limits:
             },
         )
 
+    # -- watchers and claims, under the engine's lock --------------------------------------------------------
+    def _living(self) -> list[Watcher]:
+        return [found for reference in self.watchers if (found := reference()) is not None]
+
+    def saved(self, block: DeviceBlock, nbytes: int) -> None:
+        """So many bytes of this block were saved."""
+        for watcher in self._living():
+            watcher.on_save(block, nbytes)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether no watcher refuses that so many bytes are fetched ahead now."""
+        return all(watcher.room() >= nbytes for watcher in self._living())
+
+    def relieve(self) -> None:
+        """The device has no memory left."""
+        for watcher in self._living():
+            watcher.relieve()
+
+    def claim(self, nbytes: int) -> None:
+        """In place of what was claimed before."""
+        self.claimed_bytes = nbytes
+
+    def claim_more(self, nbytes: int) -> None:
+        """Beside what is claimed; fewer below 0, and never fewer than none."""
+        self.claimed_bytes = max(0, self.claimed_bytes + nbytes)
+
+    # -- bounds ----------------------------------------------------------------------------------------------
     def held_by(self, cap: Cap) -> str:
         """The name of the contributor whose bound of `cap` holds; "" where there is none."""
         return self._least(self._bounds.copy(), cap)[1]

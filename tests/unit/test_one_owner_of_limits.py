@@ -9,17 +9,20 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from offload.transfer.limits import Limits
+from offload.transfer.limits import Cap
 
 ROOT = Path(__file__).resolve().parents[2]
 OWNER = "offload/transfer/limits.py"
 FOLDERS = ("offload", "parallel", "moe", "scripts")
 
-CAPS = {name for name in Limits.__annotations__ if name.endswith("_bytes")} | {"most_bytes"}
+CAPS = {*get_args(Cap), "claimed_bytes", "most_bytes"}
 """Attributes that nobody else writes, whatever the object is called."""
+WATCHERS = {"on_save", "room", "relieve"}
+"""What only the limits ask of a watcher, so that all are asked: `limits.relieve()` asks them all."""
 CONFIG_WRITERS = {"offload/engine.py"}
 """Files that give an engine its config."""
 
@@ -72,6 +75,9 @@ def other_writers(path: str, source: str) -> list[str]:
             if isinstance(called, ast.Attribute) and _is(called.value, "limits"):
                 private = name.startswith("_") or (name == "follow" and path not in CONFIG_WRITERS)
                 found += [ast.unparse(called)] if private else []
+            asks = isinstance(called, ast.Attribute) and name in WATCHERS
+            if asks and not _is(called.value, "limits") and not path.startswith("offload/spill/"):
+                found.append(ast.unparse(called))
             if name in {"setattr", "delattr", "__setattr__"} and first is not None and _is(first, "limits"):
                 found.append(ast.unparse(node))
     return found
@@ -105,6 +111,10 @@ def test_nobody_else_writes_a_cap() -> None:
         "object.__setattr__(engine.limits, name, 1)",
         "engine.limits._change(who, {})",
         "engine.limits.follow(config)",
+        "self._transfers.claimed_bytes += block.nbytes",
+        "limits.spills_in_flight = 0",
+        "watcher.relieve()",
+        "fits = [watcher.room() for watcher in found]",
         "engine.config = replace(engine.config, device_limit_bytes=1)",
         "for engine.limits.max_spilling_bytes in (1, 2): pass",
     ],
@@ -117,6 +127,8 @@ def test_a_planted_writer_is_found(line: str) -> None:
     "line",
     [
         "limit = engine.limits.device_limit_bytes",
+        "limits.relieve()",
+        "limits.claim_more(3)",
         "share = engine.limits.contributor('weights')",
         "share.bound('device_limit_bytes', 1)",
         "config = replace(config, device_limit_bytes=1)",

@@ -377,7 +377,7 @@ def test_the_head_and_the_loss_have_the_room_that_they_were_measured_to_need(
     held: list[tuple[int, int]] = []
 
     def in_the_loss() -> None:
-        held.append((engine.transfers.claimed_bytes, engine.transfers.device_bytes))
+        held.append((engine.limits.claimed_bytes, engine.transfers.device_bytes))
 
     def head_begins(*_: object) -> None:
         nonlocal in_head

@@ -235,8 +235,14 @@ def test_without_inline_finalize_exactly_one_leaves() -> None:
 
 
 @pytest.mark.req("S1-47")
-def test_a_cap_of_zero_keeps_everything_and_waits_for_nothing() -> None:
-    with reactive(lambda: FULL, max_inflight_d2h=0) as runtime:
+@pytest.mark.parametrize("by", ["config", "arbiter"])
+def test_a_cap_of_zero_keeps_everything_and_waits_for_nothing(by: str) -> None:
+    """Whoever gives it: the cap is the limits', and the least bound holds."""
+    with reactive(lambda: FULL, max_inflight_d2h=0 if by == "config" else 3) as runtime:
+        limits = runtime.engine.limits
+        if by == "arbiter":
+            assert (limits.spills_in_flight, limits.held_by("spills_in_flight")) == (3, "watermark")
+            limits.contributor("arbiter").bound("spills_in_flight", 0)
         outputs = save_all(runtime, sources(3))
         for output in outputs:
             output.sum().backward()
@@ -244,6 +250,8 @@ def test_a_cap_of_zero_keeps_everything_and_waits_for_nothing() -> None:
         assert metrics is not None
         assert (metrics.activations_saved, metrics.activations_spilled) == (3, 0)
         assert metrics.stall_count == 0
+        runtime.close()
+        assert limits.held_by("spills_in_flight") == ("arbiter" if by == "arbiter" else "")
 
 
 @pytest.mark.req("S0-18")

@@ -187,3 +187,35 @@ def test_configure_under_a_plan_of_mode_auto_is_not_undone_by_its_end() -> None:
     assert engine.limits.device_limit_bytes == 16 * KIB
     auto.end()
     assert engine.limits.device_limit_bytes == engine.config.device_limit_bytes == 4 * KIB
+
+
+def test_all_watchers_are_asked_and_a_claim_takes_the_place_of_the_last() -> None:
+    class Watching:
+        def __init__(self, room: int) -> None:
+            self.free, self.saves, self.relieved = room, 0, 0
+
+        def on_save(self, block: object, nbytes: int) -> None:
+            self.saves += nbytes
+
+        def room(self) -> int:
+            return self.free
+
+        def relieve(self) -> None:
+            self.relieved += 1
+
+    limits, watching = of(), [Watching(3), Watching(5)]
+    assert limits.has_room(1 << 60)
+    shares = [limits.contributor("watching", watcher=each) for each in watching]
+    limits.saved(None, 7)  # type: ignore[arg-type]
+    limits.relieve()
+    assert [(each.saves, each.relieved) for each in watching] == [(7, 1)] * 2
+    assert [limits.has_room(nbytes) for nbytes in (3, 4)] == [True, False]
+    shares[0].end()
+    assert limits.has_room(5)
+    limits.claim(10)
+    limits.claim_more(5)
+    limits.claim_more(-40)
+    assert limits.claimed_bytes == 0
+    limits.claim(4)
+    limits.claim(2)
+    assert limits.claimed_bytes == 2
