@@ -4,12 +4,16 @@ them."""
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from offload import HostBudgetError, PipelineOffloadManager
+from parallel import host
 from parallel.host import reserve_host_together
 from tests.once import run_ranks_once
 
@@ -19,11 +23,14 @@ class Case(NamedTuple):
 
     refused: str = "nn"
     able: str = "yy"
+    backends: str = "cuda:nccl"
+    """What a group's have to have for collectives beside the copies."""
 
 
 class Engine:
     def __init__(self, said: list[str], able: bool) -> None:
         self.can_measure_link = able
+        self.device = SimpleNamespace(torch_device=torch.device("cpu"))
         self._said = said
 
     def measure_link(self, line_up: Any) -> None:
@@ -49,6 +56,13 @@ class Manager:
 def asked(rank: int, world: int, cases: dict[str, Case]) -> dict[str, tuple[list[str], list[str]]]:
     """By case: what the rank's engine was asked, and what it logged."""
     found = {}
+    all_reduce = dist.all_reduce
+
+    def counted(tensor: torch.Tensor, group: Any, async_op: bool = False) -> Any:
+        if async_op:
+            said.append("summed")
+        return all_reduce(tensor, group=group, async_op=async_op)
+
     for name, case in cases.items():
         said: list[str] = []
         logged: list[str] = []
@@ -56,8 +70,12 @@ def asked(rank: int, world: int, cases: dict[str, Case]) -> dict[str, tuple[list
         handler.emit = lambda record, logged=logged: logged.append(record.getMessage())  # type: ignore[method-assign, misc]
         logging.getLogger("offload.parallel").addHandler(handler)
         manager = Manager(said, refused=case.refused[rank] == "y", able=case.able[rank] == "y")
+        host._NCCL, host._SUMMED_BYTES, host._COLLECTIVES = case.backends, 64, 2
         try:
-            reserve_host_together(cast(PipelineOffloadManager, manager), 1000 * (rank + 1), dist.group.WORLD)
+            with patch.object(dist, "all_reduce", counted):
+                reserve_host_together(
+                    cast(PipelineOffloadManager, manager), 1000 * (rank + 1), dist.group.WORLD
+                )
         except HostBudgetError as error:
             said.append(str(error))
         logging.getLogger("offload.parallel").removeHandler(handler)
@@ -66,7 +84,13 @@ def asked(rank: int, world: int, cases: dict[str, Case]) -> dict[str, tuple[list
     return found
 
 
-CASES = {"all can": Case(), "one may not pin": Case(refused="ny"), "one cannot measure": Case(able="yn")}
+CASES = {
+    "collectives": Case(backends="cpu:gloo"),
+    "one alone": Case(able="yn", backends="cpu:gloo"),
+    "all can": Case(),
+    "one may not pin": Case(refused="ny"),
+    "one cannot measure": Case(able="yn"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +104,15 @@ def test_ranks_pin_their_own_bytes_and_line_up_before_each_measurement(ranks: li
     assert said == [
         [f"pin {nbytes} False", "together", "lined up", "lined up", "lined up"] for nbytes in (1000, 2000)
     ]
+
+
+def test_collectives_of_the_ranks_run_beside_each_measurement(ranks: list[dict[str, Any]]) -> None:
+    for rank, nbytes in zip(ranks, (1000, 2000), strict=True):
+        together = ["summed", "summed", "lined up"] * 3
+        assert rank["collectives"][0] == [f"pin {nbytes} False", "together", *together]
+    assert ranks[0]["one alone"][0] == ["pin 1000 False", "alone"], (
+        "nobody sums with those that do not measure"
+    )
 
 
 def test_rank_that_may_not_pin_is_heard_by_all_and_nobody_waits_for_it(ranks: list[dict[str, Any]]) -> None:
