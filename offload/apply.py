@@ -469,7 +469,7 @@ def apply(
     wait = choose_gradients(model, None if gradients == "host" else choice) if waits else []
     parts = parts_of(model, where, choice, limit_bytes, wait, optimizer, limited.device_limit_bytes)
     refuse_beyond_host(parts, engine, limited.host_limit_bytes)
-    if conducted is not None:
+    if conducted is not None and (where.type == "cuda" or conductor is not True):  # else nobody gave the cap
         refuse_beyond_device(parts, conducted.hard_bytes, "the conductor's vram_hard_cap_mb")
     if total_bytes is not None and by_hand:
         refuse_beyond_device(parts, total_bytes, "device_total")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from offload.sizes import bytes_text
-from offload.telemetry.speaker import speaker
+from offload.telemetry.speaker import Once, speaker
 from offload.transfer.block import DeviceBlock
 from offload.transfer.captures import CaptureSide
 
@@ -22,7 +22,7 @@ logger = speaker(__name__)
 class Buffers(CaptureSide):
     """The transfer engine's part in finding device memory."""
 
-    _warned_no_room = False
+    _said: Once
 
     def _buffers(self, blocks: Sequence[DeviceBlock], *, required: bool) -> list[torch.Tensor] | None:
         """Allocate the buffers of a restore. On a device without room a speculative restore gives up, and so
@@ -44,8 +44,7 @@ class Buffers(CaptureSide):
         except torch.OutOfMemoryError:
             buffers.clear()
             self._no_room = True
-        if not self._warned_no_room:
-            self._warned_no_room = True
+        if self._said.first("no room"):
             limit = self.limits.device_limit_bytes
             logger.warning(
                 "the device has no room for %s that come back for %s, beside %s of saved tensors "

@@ -65,6 +65,7 @@ from offload.device import CopyPair
 from offload.errors import OffloadError
 from offload.ids import owner_of
 from offload.memory.arena import Block, HostArena, HostLender
+from offload.telemetry.speaker import Once
 from offload.transfer.admission import Direction, Priority
 from offload.transfer.block import BlockState, DeviceBlock, Transfer
 from offload.transfer.buffers import Buffers
@@ -88,6 +89,7 @@ class TransferEngine(Buffers):
         super().__init__(copier.device, arena, limits)
         self.copier = copier
         self.audit = audit
+        self._said = Once()
 
     # -- out -------------------------------------------------------------------------------------------------
     def spill(self, blocks: Sequence[DeviceBlock], hosts: HostLender | None = None) -> Transfer | None:

@@ -34,7 +34,8 @@ class _Clients:
     def __init__(self, engine: OffloadEngine, piece_bytes: int, block_bytes: int) -> None:
         self.engine, self.piece_bytes, self.block_bytes = engine, piece_bytes, block_bytes
         # each way has its own memory on both sides
-        self.host = [engine.device.host_memory(block_bytes, block_bytes).pieces[0] for _ in Direction]
+        self.memory = [engine.device.host_memory(block_bytes, block_bytes) for _ in Direction]
+        self.host = [memory.pieces[0] for memory in self.memory]
         self.here = [engine.device.empty(block_bytes) for _ in Direction]
         self.last: Event | None = None
 

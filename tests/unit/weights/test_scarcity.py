@@ -12,9 +12,9 @@ import offload
 from offload import OffloadEngine, PipelineOffloadManager
 from offload.device.sim import SimDevice
 from offload.transfer.admission import UNCOUNTED, Admission, DenialReason, Denied, Direction, Lease, Priority
-from tests.inside import impose, streaming_of, streams_from
+from tests.inside import gradients_of, impose, streaming_of, streams_from
 from tests.unit.groups.stack import installed
-from tests.unit.weights.streamed import BLOCK_BYTES, BLOCKS, WIDTH, Model, Pair, streamed
+from tests.unit.weights.streamed import BLOCK_BYTES, BLOCKS, ROWS, WIDTH, Model, Pair, squares, streamed
 
 
 class NothingAhead(Admission):
@@ -125,3 +125,32 @@ def test_no_more_is_fetched_ahead_than_the_kind_may_have() -> None:
             assert (*found, residency.is_far_ahead(third)) == refused
             for block in (first, second):
                 residency.drop(block)
+
+
+def test_a_gradient_is_fetched_ahead_only_where_its_kind_may_have_more() -> None:
+    found = []
+    for most in (None, 1):
+        with streamed(gradients="host") as pair:
+            stream, ahead = gradients_of(pair.handle), [0]
+            impose(pair.stream._engine, kind_ahead_bytes=most)
+
+            def note(
+                direction: Any, owner: Any, nbytes: int, *_: Any, stream: Any = stream, ahead: Any = ahead
+            ) -> None:
+                if owner.client == "gradients" and direction is Direction.H2D:
+                    unused = [each for each in stream.blocks if each.present and not each.readers]
+                    ahead.append(len(unused))
+
+            pair.stream._engine.copier.watch(note)
+            optimizers = pair.optimizers()
+            for _ in range(2):
+                for _ in range(3):  # microbatches, each of which adds to them
+                    x = torch.randn(ROWS, WIDTH)
+                    for model in (pair.model, pair.plain):
+                        squares(model, x).backward()
+                pair.check_gradients()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found.append(max(ahead))
+    assert found[1] < found[0]
