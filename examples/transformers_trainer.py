@@ -7,38 +7,9 @@ moved in the last step stands in the logs, and so in TensorBoard, W&B and whatev
 import tempfile
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-import offload
-
-FIGURES = ("moved_bytes", "peak_bytes", "stall_ms")
-
-
-class OffloadCallback(TrainerCallback):
-    """`arguments` are those of `offload.apply`. Use `add_to`: what a Trainer is given as `callbacks` comes
-    after its reporters, which have written a log before a later callback can add to it."""
-
-    def __init__(self, **arguments):
-        self.arguments = arguments
-        self.handle = None
-
-    def add_to(self, trainer):
-        trainer.callback_handler.callbacks.insert(0, self)
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.handle = offload.apply(model, **self.arguments)
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.handle is None:  # an evaluation before any training
-            return
-        step = self.handle.report().last_step  # {} before a step has ended; totals are in as_dict()
-        figures = {f"offload/last_step_{name}": step[name] for name in FIGURES if name in step}
-        logs.update(figures)
-        state.log_history[-1].update(figures)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        print(self.handle.report())
-        self.handle.remove()
+from offload.integrations.transformers import OffloadCallback
 
 
 def main(mode="groups", steps: int = 3, report_to="none") -> Trainer:
@@ -67,8 +38,9 @@ def main(mode="groups", steps: int = 3, report_to="none") -> Trainer:
             ),
             train_dataset=[{"input_ids": row, "labels": row} for row in rows],
         )
-        OffloadCallback(mode=mode, min_numel=10_000, device_limit="4MB").add_to(trainer)
+        callback = OffloadCallback(mode=mode, min_numel=10_000, device_limit="4MB").add_to(trainer)
         trainer.train()
+        print(callback.handle.report())
     return trainer
 
 

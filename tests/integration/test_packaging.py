@@ -57,7 +57,8 @@ def test_the_wheels_metadata_is_complete_and_its_version_the_packages(wheel: Pat
 NAMES = """
 import sys, warnings
 import offload
-assert not {"parallel", "moe", "offload.parallel", "offload.moe", "offload.pipelining"} & set(sys.modules)
+on_use = {"parallel", "moe", "offload.parallel", "offload.moe", "offload.pipelining", "offload.integrations"}
+assert not on_use & set(sys.modules)
 import offload.parallel.schedules, offload.moe
 import offload.parallel.dry_run.answer
 from offload.parallel import megatron

@@ -32,6 +32,7 @@ LEVELS: list[set[str]] = [
     {"apply", "load"},
     {"compare"},  # tries what apply does
     {"compat", "pipelining"},  # the sources' spellings, and torch's pipelines: adapters of all the rest
+    {"integrations"},  # of trainers of others, which they import
     {"the public page"},
     {"commands"},  # the console command: a user like any other
     {"__main__"},

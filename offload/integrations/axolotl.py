@@ -1,0 +1,69 @@
+"""axolotl: a plugin that takes the YAML's keys of offload over.
+
+    plugins: [offload.integrations.axolotl.OffloadPlugin]
+    gradient_checkpointing: true
+    activation_offloading: hidden_states      # as before
+    offload: {min_numel: 500_000}             # other arguments of offload.apply, or all: {mode: auto, ...}
+
+| YAML | `offload.apply` |
+|---|---|
+| `gradient_checkpointing: true` | `mode="checkpoint"` |
+| `activation_offloading: hidden_states` | `mode="hidden_states"` |
+| `activation_offloading: true` | with an adapter `mode=True`; else "hidden_states": axolotl recomputes, too |
+| `activation_offloading: legacy`, `disk` | `mode="legacy"`, "disk" |
+| `layer_offloading: true` | `weights="host"` |
+
+`gradient_checkpointing: offload` and `offload_disk` are `activation_offloading: true` and `disk`.
+One invariant: a key that is taken over is switched off for axolotl, so no tensor is moved by both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin
+
+from offload.integrations.transformers import OffloadCallback
+
+__all__ = ["OffloadPlugin", "arguments_of"]
+
+_KEYS = ("gradient_checkpointing", "activation_offloading", "layer_offloading")
+_FORMER: dict[Any, Any] = {"offload": True, "offload_disk": "disk"}
+
+
+class OffloadPlugin(BasePlugin):  # type: ignore[misc]
+    """Adds an OffloadCallback to axolotl's trainer. Raises ValueError, when the YAML is read, for keys that
+    contradict each other."""
+
+    def register(self, cfg: MutableMapping[str, Any]) -> None:
+        """Take over what the YAML says, before axolotl validates and follows it."""
+        self._arguments = arguments_of(cfg)
+        cfg.pop("offload", None)
+        cfg.update(dict.fromkeys(_KEYS, False))
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        OffloadCallback(**self._arguments).add_to(trainer)
+
+
+def arguments_of(cfg: MutableMapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `offload.apply` that say what the YAML `cfg` says. Raises ValueError."""
+    given = dict(cfg.get("offload") or {})
+    checkpoints, moves, layers = (cfg.get(key) or False for key in _KEYS)
+    if cfg.get("selective_checkpointing"):
+        raise ValueError("selective_checkpointing beside the offload plugin: use offload: {mode: selective}")
+    if given.get("mode") is not None and (checkpoints or moves):
+        raise ValueError(
+            f"offload: {{mode: {given['mode']}}} beside gradient_checkpointing: {checkpoints} and "
+            f"activation_offloading: {moves}, which say another mode: leave those two out"
+        )
+    if layers:
+        given.setdefault("weights", "host")
+    moves = moves or _FORMER.get(checkpoints, False)
+    if moves is True and not cfg.get("adapter"):
+        moves = "hidden_states"
+    if mode := moves or (checkpoints and "checkpoint"):
+        given["mode"] = mode
+    if not given:
+        raise ValueError("the offload plugin, and no key that says what to offload: add offload: {mode: ...}")
+    return given

@@ -1,0 +1,104 @@
+"""transformers' Trainer, and TRL's trainers, which are Trainers too: a callback.
+
+    callback = OffloadCallback(mode="groups", device_limit="20GB").add_to(trainer)
+    trainer.train()
+    print(callback.handle.report())
+
+`apply` is called when training begins: after the Trainer has built the model (`model_init`), set its gradient
+checkpointing, loaded a checkpoint and wrapped it in DDP, which streamed weights ask for. One invariant: no
+hook of an earlier training is left then, also where that ended by an exception.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from transformers import TrainerCallback
+
+from offload.apply import Applied, apply, is_applied
+from offload.integrations import step_figures
+from offload.telemetry.speaker import Once, speaker
+
+__all__ = ["OffloadCallback"]
+
+logger = speaker(__name__)
+
+
+class OffloadCallback(TrainerCallback):  # type: ignore[misc]
+    """Offloads the Trainer's model from the begin of each training to its end.
+
+    handle: of an `apply` that was called before, for a model that does not fit on the device as it is; the
+        callback logs its figures, and does not remove it.
+    arguments: those of `offload.apply`, instead of a handle.
+
+    Use `add_to`: callbacks that a Trainer is given stand behind its reporters, which have written a log
+    before a later one can add to it. Raises ValueError, when training begins, for settings of the Trainer
+    that move or recompute the same tensors, and for what `apply` refuses; nothing has moved then.
+    """
+
+    def __init__(self, handle: Applied | None = None, **arguments: Any) -> None:
+        if handle is not None and arguments:
+            raise ValueError(f"OffloadCallback got a handle and {', '.join(arguments)}: give one of the two")
+        self.handle = handle
+        self._arguments = None if handle is not None else arguments
+        self._is_first = False  # of the Trainer's callbacks
+        self._said = Once()
+
+    def add_to(self, trainer: Any) -> Self:
+        """Add this callback to the Trainer before its reporters."""
+        trainer.callback_handler.callbacks.insert(0, self)
+        self._is_first = True
+        return self
+
+    def remove(self) -> None:
+        """Take the hooks off that this callback has put on: after an exception. `handle.report()` stays."""
+        if self.handle is not None and self._arguments is not None:
+            self.handle.remove()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        self.remove()
+        if self._arguments is None:
+            if not is_applied(model):
+                raise ValueError(
+                    f"OffloadCallback({self.handle!r}): the Trainer trains another {type(model).__name__}; "
+                    "with model_init=, give the callback the arguments of apply instead of a handle"
+                )
+            return
+        _check(args, self._arguments.get("mode"))
+        self.handle = apply(model, **self._arguments)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+        if "loss" not in logs:  # of an evaluation, or of the whole training
+            return
+        figures = step_figures(self.handle)
+        logs.update(figures)
+        state.log_history[-1].update(figures)
+        if figures and not self._is_first and args.report_to and self._said.first("behind"):
+            logger.warning(
+                "figures do not reach %s, which stand before this callback: use "
+                "OffloadCallback(...).add_to(trainer) instead of callbacks=; log_history has them",
+                ", ".join(args.report_to),
+            )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.remove()
+
+
+def _check(args: Any, mode: object) -> None:
+    """ValueError for what the Trainer itself would do to the same tensors."""
+    checkpoints = dict(args.gradient_checkpointing_kwargs or {})
+    if getattr(args, "activation_offloading", False) or checkpoints.get("offload"):
+        raise ValueError(
+            f"{type(args).__name__} offloads activations itself, by activation_offloading=True or by "
+            "'offload' in gradient_checkpointing_kwargs, and so does OffloadCallback: use one of the two"
+        )
+    if args.gradient_checkpointing and mode in ("auto", "selective"):
+        raise ValueError(
+            f"gradient_checkpointing=True of {type(args).__name__}, which is TRL's default, recomputes all "
+            f"layers, and mode={mode!r} chooses what to recompute: set gradient_checkpointing=False"
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"the Trainer would copy the model to {args.n_gpu} GPUs of one process (nn.DataParallel), and "
+            "hooks are of one of them: start it with torchrun, or let it see one GPU (CUDA_VISIBLE_DEVICES)"
+        )
