@@ -7,7 +7,7 @@ only written down at first.
 
 One invariant: nothing is pinned, fetched or moved before the first call that needs it; from then on the
 parameters are fixed, and param groups that hold others are refused. What somebody wrote into `state` by then
-counts in every call after it.
+counts in every call after it, except for counts of steps written between a load and the next step.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ class HybridDeviceOptimizer(Optimizer):
         )
         self._built: offload.HybridDeviceOptimizer | None = None
         self._early: Any = None  # `state` before that
+        self._loaded_counts: dict[Tensor, Tensor] = {}  # until the next step, or until told to sync
         self._of_groups = dict(kwargs)
         super().__init__(params, dict(kwargs))
         self.defaults = {**self._arguments, **kwargs}
@@ -186,7 +187,13 @@ class HybridDeviceOptimizer(Optimizer):
                 "step() is captured into a CUDA graph, and the host's part of it would not be replayed; set "
                 "optimizer_cuda_graph=False"
             )
-        return self._checked().step(closure)
+        hybrid = self._checked()
+        if self._loaded_counts:
+            # Megatron puts counts of before a load back into `state`, where its own class never reads them
+            for parameter, count in self._loaded_counts.items():
+                hybrid.state[parameter]["step"] = count
+            self._loaded_counts = {}
+        return hybrid.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops or zeroes gradients, as torch's does, `decoupled_grad` too."""
@@ -267,8 +274,10 @@ class HybridDeviceOptimizer(Optimizer):
             self._built.state = value  # type: ignore[union-attr]
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:
-        """Megatron's word for: what was written into `state` counts from now on. It does so anyway."""
+        """Megatron's word for: what was written into `state` counts from now on. But for counts of steps it
+        does so anyway."""
         self._checked()
+        self._loaded_counts = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Refers to the tensors of `state`, as torch's does. Places are not in it: they follow from the
@@ -287,7 +296,12 @@ class HybridDeviceOptimizer(Optimizer):
         loaded = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = hook(self, loaded) or loaded
-        self._load(self._checked(), loaded)
+        hybrid = self._checked()
+        self._load(hybrid, loaded)
+        counts = ((parameter, entry.get("step")) for parameter, entry in hybrid.state.items())
+        self._loaded_counts = {
+            parameter: count.clone() for parameter, count in counts if isinstance(count, Tensor)
+        }
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -96,7 +96,7 @@ def compare(program: Program) -> Counter[str]:
 def test_any_program_has_the_bits_of_a_run_without_and_leaves_nothing() -> None:
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=80, derandomize=True, suppress_health_check=CHECKS)
+    @settings(max_examples=50, derandomize=True, suppress_health_check=CHECKS)
     @given(programs())
     def explore(program: Program) -> None:
         seen.update(compare(program))

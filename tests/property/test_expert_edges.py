@@ -308,7 +308,7 @@ def routings(draw: st.DrawFn) -> tuple[int, list[list[list[int]]]]:
     return experts, steps
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     routings(),
     st.booleans(),

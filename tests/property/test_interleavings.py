@@ -24,7 +24,7 @@ CHECKS = list(HealthCheck)  # large examples are the point
 def test_any_interleaving_gives_the_gradients_of_a_run_without_offloading_and_leaves_nothing() -> None:
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=150, derandomize=True, suppress_health_check=CHECKS)
+    @settings(max_examples=60, derandomize=True, suppress_health_check=CHECKS)
     @given(programs())
     def explore(program: Program) -> None:
         said = play(program)

@@ -72,7 +72,7 @@ def schedules(draw: st.DrawFn) -> Program:
     return Program(stages, draw(st.booleans()), steps, engine)
 
 
-@settings(max_examples=80, derandomize=True, suppress_health_check=CHECKS)
+@settings(max_examples=32, derandomize=True, suppress_health_check=CHECKS)
 @given(schedules())
 def test_any_schedule_gives_the_same_gradients_whatever_order_was_foretold(program: Program) -> None:
     play(program)
@@ -132,7 +132,7 @@ def stall_s(program: Program, max_restoring_bytes: int) -> float:
 def test_with_the_right_order_compute_waits_no_longer_than_without_prefetch() -> None:
     ahead_s, on_demand_s = 0.0, 0.0
 
-    @settings(max_examples=60, derandomize=True, suppress_health_check=CHECKS)
+    @settings(max_examples=24, derandomize=True, suppress_health_check=CHECKS)
     @given(calm_schedules())
     def explore(program: Program) -> None:
         nonlocal ahead_s, on_demand_s

@@ -22,10 +22,7 @@ TOKENS = 64
 MODEL = TransformerConfig(dim=32, layers=3, heads=4, kv_heads=2, ffn=64, sequence=TOKENS)
 PIECE = 4096
 REGISTRATION = 8192
-CAPS: dict[str, dict[str, Any]] = {
-    "windows": {"max_spilling_bytes": 4 * PIECE, "max_restoring_bytes": 4 * PIECE},
-    "device limit": {"device_limit_bytes": 16 * PIECE},
-}
+WINDOWS = {"max_spilling_bytes": 4 * PIECE, "max_restoring_bytes": 4 * PIECE}
 
 
 class CountingDevice(SimDevice):
@@ -43,12 +40,10 @@ def device() -> CountingDevice:
     return CountingDevice()
 
 
-@pytest.fixture(params=CAPS)
-def manager(
-    request: pytest.FixtureRequest, device: CountingDevice, monkeypatch: pytest.MonkeyPatch
-) -> PipelineOffloadManager:
+@pytest.fixture
+def manager(device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> PipelineOffloadManager:
     with small_slabs(monkeypatch, REGISTRATION):
-        return build_manager(device, piece_bytes=PIECE, **CAPS[request.param])
+        return build_manager(device, piece_bytes=PIECE, device_limit_bytes=16 * PIECE, **WINDOWS)
 
 
 def test_three_periods_of_changing_shapes_leave_nothing_behind(

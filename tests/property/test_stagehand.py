@@ -87,7 +87,7 @@ def test_only_legal_moves_happen_and_what_is_used_does_not_leave(
 marks = st.sampled_from([(0.002, 0.001), (0.004, 0.003), (0.006, 0.002), (0.02, 0.01), (1, 1)])
 
 
-@settings(max_examples=25, suppress_health_check=[*HealthCheck])
+@settings(max_examples=12, suppress_health_check=[*HealthCheck])
 @given(programs(), marks, st.integers(0, 3), st.integers(1, 3), st.booleans())
 def test_random_programs_have_the_bits_of_plain_torch(
     program: Program, marks: tuple[float, float], window: int, in_flight: int, announced: bool

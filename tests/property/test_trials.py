@@ -104,7 +104,7 @@ def explored(program: Program, seen: Counter[str]) -> None:
 def test_steps_of_a_trial_and_others_in_between_have_the_same_bits_and_the_plan_settles() -> None:
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=10, derandomize=True, suppress_health_check=CHECKS)
+    @settings(max_examples=4, derandomize=True, suppress_health_check=CHECKS)
     @given(steady_programs())
     def explore(program: Program) -> None:
         explored(program, seen)

@@ -48,9 +48,9 @@ def compare(program: Program, weights: str, **options: Any) -> None:
     built = build_manager(program.executor, seed=program.seed, device_limit_bytes=program.limit)
     with installed(built) as manager:
         assert manager is not None
-        total = (
-            {"device_total": exactly(program.limit or 1)} if program.mode == "auto" and program.limit else {}
-        )
+        total: dict[str, Any] = {}
+        if program.mode == "auto" and program.limit:  # with room for weights and gradients
+            total = {"device_total": exactly(program.limit + (1 << 14))}
         if program.mode is False:
             handle = offload.apply(ours.model, weights=weights, **options)
         else:
@@ -80,14 +80,14 @@ def compare(program: Program, weights: str, **options: Any) -> None:
         assert engine.hooks.streamed == {}
 
 
-@settings(max_examples=60, suppress_health_check=CHECKS)
+@settings(max_examples=25, suppress_health_check=CHECKS)
 @given(programs(), st.sampled_from(["host", "host", "3.1kB", "4.7kB"]), st.booleans())
 def test_random_programs_have_the_bits_of_plain_torch(program: Program, weights: str, alone: bool) -> None:
     compare(replace(program, mode=False) if alone else program, weights)
 
 
 @pytest.mark.req("Q-3")
-@settings(max_examples=40, suppress_health_check=CHECKS)
+@settings(max_examples=16, suppress_health_check=CHECKS)
 @given(programs(), st.sampled_from(["host", "host", "3.1kB", "4.7kB"]), st.booleans())
 def test_random_programs_have_the_bits_of_the_expanded_weights(
     program: Program, weights: str, alone: bool

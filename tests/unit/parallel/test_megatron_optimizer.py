@@ -456,6 +456,29 @@ def test_a_state_dict_goes_on_with_the_same_bits(fraction: float, gpu: type, tmp
     assert_same(given, reference(range(5)))
 
 
+@pytest.mark.parametrize("synced", [False, True])
+def test_counts_put_back_after_a_load_do_not_count_unless_megatron_says_so(synced: bool) -> None:
+    """Core 0.16 puts the count that `state` had before a load back into it, for checkpoints that are
+    dp_reshardable, and its own class does not look: the next step was a first one, silently."""
+    given, other = parameters(), parameters()
+    first, second = hybrid(given), hybrid(other)
+    steps(first, given, range(2))
+    second.dummy_step()
+    before = {parameter: entry["step"] for parameter, entry in second.state.items()}
+    with torch.no_grad():
+        for mine, its in zip(other, given, strict=True):
+            mine.copy_(its)
+    second.load_state_dict(first.state_dict())
+    for parameter, count in before.items():
+        second.state[parameter]["step"] = torch.tensor(7.0) if synced else torch.zeros_like(count)
+    if synced:
+        second._sync_hdo_state_to_sub_optimizers()
+    steps(second, other, range(2, 3))
+    assert {float(entry["step"]) for entry in second.state.values()} == {8.0 if synced else 3.0}
+    steps(first, given, range(2, 3))
+    assert synced or all(map(torch.equal, other, given))
+
+
 def test_the_count_of_a_loaded_group_goes_on() -> None:
     """The count that the device's optimizer keeps in its group is the user's group's, and goes on there."""
     given = parameters()

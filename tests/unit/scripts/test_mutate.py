@@ -89,6 +89,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_what_no_test_notices_survives_and_the_working_tree_is_not_written(project: Path) -> None:
     before = {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
     faults = planted(project, ["pkg"], 100, 0)
@@ -107,12 +108,14 @@ def test_what_no_test_notices_survives_and_the_working_tree_is_not_written(proje
     assert {path: path.read_bytes() for path in project.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_faults_are_not_called_killed_by_tests_that_fail_anyway(project: Path) -> None:
     (project / "tests/test_far.py").write_text("def test_far():\n    assert False\n")
     with pytest.raises(RuntimeError, match=r"without any fault .* ends with 1: FAILED tests/test_far"):
         list(tried(planted(project, ["pkg/limits.py"], 1, 0), ["tests"], root=project, limit_s=60))
 
 
+@pytest.mark.slow
 def test_a_result_is_told_as_soon_as_it_is_known(project: Path) -> None:
     """A time limit that cut a run short lost all that was known by then."""
     done = project / "done"
@@ -130,6 +133,7 @@ def test_a_result_is_told_as_soon_as_it_is_known(project: Path) -> None:
     assert (last.fault, last.survived) == (slow, True)
 
 
+@pytest.mark.slow
 def test_a_fault_is_shown_to_the_tests_that_call_its_function(project: Path) -> None:
     (project / "tests/test_far.py").write_text(
         "import threading\nfrom pkg import limits\n\ndef test_far(): ...\n\ndef test_thread():\n"

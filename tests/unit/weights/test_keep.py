@@ -22,7 +22,7 @@ def passes(blocks: int, forward_s: float, backward_s: float) -> list[tuple[int, 
     ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.floats(0.01, 5), st.floats(0.01, 5)), min_size=2, max_size=7),
     st.floats(0.5, 50),
