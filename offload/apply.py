@@ -59,7 +59,7 @@ from offload.modules.steps import Root, Steps
 from offload.modules.totals import parts_of, refuse_beyond_device, refuse_beyond_host
 from offload.modules.watermark import WatermarkRoot, marks_of
 from offload.modules.weights import WeightsRoot, check_gradients, chosen_weights, weights_limit
-from offload.optim.convert import check_optimizer, move_state_to_host
+from offload.optim.convert import MoveBack, check_optimizer, move_state_to_host
 from offload.planner.explained import Explanation
 from offload.report import Report, ReportStart, report
 from offload.sizes import argument_bytes
@@ -129,7 +129,7 @@ class Applied:
         self._auto: Auto | None = None
         self._stream: WeightStream | None = None
         self._gradients: GradientStream | None = None
-        self._move_state_back: Callable[[], None] | None = None
+        self._move_state_back: MoveBack | None = None
         self._caching: list[Any] = []  # configs of transformers whose use_cache was switched off
         self._undo = ExitStack()  # all else that it has changed
 
@@ -188,8 +188,9 @@ class Applied:
         `optimizer=` is of its class again, with its state beside the weights where the model trains. A
         backward that is still to come finds its tensors. Called again, it does nothing. Raises ValueError
         inside a forward of the model, and where the weights do not fit into what is free on the device, or
-        torch.OutOfMemoryError where that is in pieces; all goes on then. Blocks the host for streamed
-        weights and gradients; else never."""
+        torch.OutOfMemoryError where that is in pieces; all goes on then, as where an
+        optimizer's state does not fit. Blocks the host for streamed weights and gradients, and for such a
+        state; else never."""
         root = self._root
         if root is None:
             return
@@ -202,14 +203,15 @@ class Applied:
                 f"remove() of {self!r} inside a forward of its modules, which has hooks open; call it when "
                 "the forward has returned"
             )
+        finish_state = None if self._move_state_back is None else self._move_state_back()
         if self._gradients is not None:
             self._gradients.remove()
         if self._stream is not None:
             self._stream.remove(where)
         if where is not None and (model := self._model()) is not None:
             model.to(where)  # and what did not stream
-        if self._move_state_back is not None:
-            self._move_state_back()
+        if finish_state is not None:
+            finish_state()
         self._root = None
         self._undo.close()
         taken = self._taken
@@ -246,7 +248,7 @@ class Applied:
         self,
         conductor: Conductor | None,
         end_conductor: Callable[[], None] | None,
-        move_state_back: Callable[[], None] | None,
+        move_state_back: MoveBack | None,
     ) -> None:
         self.conductor, self._move_state_back = conductor, move_state_back
         if end_conductor is not None:

@@ -27,7 +27,7 @@ from offload.optim.hybrid import HybridDeviceOptimizer
 from offload.params.ring import RING_SLOTS
 from offload.params.view import local_of
 
-__all__ = ["check_optimizer", "host_and_device_bytes", "move_state_to_host"]
+__all__ = ["MoveBack", "check_optimizer", "host_and_device_bytes", "move_state_to_host"]
 
 _SCHEDULED = "_wrapped_by_lr_sched"
 """torch.optim.lr_scheduler puts a `step` with this attribute on the object, which counts its calls."""
@@ -90,13 +90,17 @@ def host_and_device_bytes(optimizer: Any, bucket_bytes: int = 64 << 20) -> tuple
     return on_host, RING_SLOTS * most * min(bucket_bytes, largest)
 
 
-def move_state_to_host(optimizer: Any, engine: OffloadEngine) -> Callable[[], None]:
+MoveBack = Callable[[], Callable[[], None]]
+
+
+def move_state_to_host(optimizer: Any, engine: OffloadEngine) -> MoveBack:
     """Make it a HybridDeviceOptimizer whose state is on the host, all of it, and which steps inside step().
-    Returns what undoes that: it raises torch.OutOfMemoryError where the state does not fit on the device,
-    and has changed nothing then. One of ours stays as it is. Raises HostBudgetError, or ValueError as that
-    class does. Blocks the host for pinning, and for what is copied."""
+    Returns what undoes that, in two calls, between which no step is: the first brings the state to the
+    device, or raises torch.OutOfMemoryError where it does not fit, and has changed nothing then; what it
+    returns makes the object one of its class. One of ours stays as it is. Raises HostBudgetError, or
+    ValueError as that class does. Blocks the host for pinning, and for what is copied."""
     if _is_ours(optimizer):
-        return _nothing
+        return lambda: _done
     cls, taken = type(optimizer), inspect.signature(type(optimizer)).parameters
     arguments = {name: value for name, value in optimizer.defaults.items() if name in taken}
     before, groups = dict(vars(optimizer)), [*optimizer.param_groups]
@@ -118,28 +122,42 @@ def move_state_to_host(optimizer: Any, engine: OffloadEngine) -> Callable[[], No
     made, reference = {*vars(optimizer)}, weakref.ref(optimizer)
     _carry(optimizer, before)
 
-    def undo() -> None:
-        if (found := reference()) is not None and type(found) is HybridDeviceOptimizer:
-            _make_plain(found, cls, arguments, made)
+    def undo() -> Callable[[], None]:
+        found = reference()
+        is_there = found is not None and type(found) is HybridDeviceOptimizer
+        return _make_plain(found, cls, arguments, made) if is_there else _done
 
     return undo
 
 
 def _make_plain(
     optimizer: Any, cls: type[Optimizer], arguments: dict[str, Any], made: Container[str]
-) -> None:
-    """made: attributes that are the HybridDeviceOptimizer's own."""
+) -> Callable[[], None]:
+    """Bring the state to the device; what is returned makes the object one of the class. made: attributes
+    that are the HybridDeviceOptimizer's own."""
     with _without_hooks(optimizer):
         packed = optimizer.state_dict()
-    groups, before = optimizer.param_groups, vars(optimizer)
-    others = {name: value for name, value in before.items() if name not in made or _is_hooks(name)}
-    plain = cls([{**group} for group in groups], **arguments)
-    plain.load_state_dict({"state": packed["state"], "param_groups": packed["param_groups"]})
-    optimizer.close()
-    before.clear()
-    optimizer.__class__ = cls
-    before.update(vars(plain) | {"param_groups": groups})
-    _carry(optimizer, others)
+    state = {name: packed[name] for name in ("state", "param_groups")}
+    groups = optimizer.param_groups
+    plain, where = cls([{**group} for group in groups], **arguments), _devices(groups)
+    plain.load_state_dict(state)
+
+    def finish() -> None:
+        if _devices(groups) != where:  # the model has left the device
+            plain.load_state_dict(state)
+        own = vars(optimizer)
+        others = {name: value for name, value in own.items() if name not in made or _is_hooks(name)}
+        optimizer.close()
+        own.clear()
+        optimizer.__class__ = cls
+        own.update(vars(plain) | {"param_groups": groups})
+        _carry(optimizer, others)
+
+    return finish
+
+
+def _devices(groups: list[dict[str, Any]]) -> list[torch.device]:
+    return [parameter.device for group in groups for parameter in group["params"]]
 
 
 def _is_hooks(name: str) -> bool:
@@ -177,5 +195,5 @@ def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
         own.update(hooks)
 
 
-def _nothing() -> None:
-    """It was one of ours before."""
+def _done() -> None:
+    """There is nothing to do: the object is gone, or was one of ours before."""

@@ -252,3 +252,30 @@ def test_a_device_that_cannot_have_all_parts_is_refused_with_each_of_them(
     handle = offload.apply(loop.model, conductor=enough, **options)
     loop.train(1)
     handle.remove()
+
+
+def test_where_a_state_does_not_fit_on_the_device_all_goes_on_until_remove_is_called_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, plain = Loop(), Loop()
+    handle = offload.apply(ours.model, optimizer=ours.optimizer, weights="host")
+    for loop in (ours, plain):
+        loop.train(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(AdamW, "load_state_dict", full_device)
+        with pytest.raises(torch.OutOfMemoryError):
+            handle.remove()
+    assert type(ours.optimizer) is HybridDeviceOptimizer
+    for loop in (ours, plain):
+        loop.train(1)
+    kinds = handle.report().as_dict()["kinds"]
+    assert kinds["weights"]["in_bytes"] > 0
+    handle.remove()
+    assert type(ours.optimizer) is AdamW
+    for loop in (ours, plain):
+        loop.train(1)
+    ours.assert_same(plain)
+
+
+def full_device(*_: Any) -> None:
+    raise torch.OutOfMemoryError
