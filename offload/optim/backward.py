@@ -28,13 +28,10 @@ from offload.optim.stepping import HostedSteps
 from offload.optim.touch import SpentGradient, WeightWatch, weakly
 from offload.params.home import HOME, has_own_storage
 from offload.params.view import ParamView, is_laid_out_as, local_of
+from offload.transfer.limits import Limits
+from offload.transfer.stalls import timed_wait
 
 __all__ = ["BackwardSteps"]
-
-
-SPENT_BYTES = 2 << 30
-"""Of gradients on the device whose step in the backward has not ended: the link is behind by then, and has
-this to do while compute waits, or computes what has no gradients."""
 
 
 def _versions(gradient: Tensor) -> tuple[int, int]:
@@ -45,13 +42,20 @@ def _versions(gradient: Tensor) -> tuple[int, int]:
 class BackwardSteps:
     """The buckets that were stepped in one backward. Hooks call it on the thread that runs the backward.
 
+    limits: of the engine, how many bytes of gradients may wait for their step on the device.
     begin: called before the first bucket of a backward is stepped: ends the last step, and takes over what
         the param groups say.
     """
 
     def __init__(
-        self, placed: Placement, steps: HostedSteps, watch: WeightWatch, begin: Callable[[], None]
+        self,
+        limits: Limits,
+        placed: Placement,
+        steps: HostedSteps,
+        watch: WeightWatch,
+        begin: Callable[[], None],
     ) -> None:
+        self._limits = limits
         self._placed = placed
         self._steps = steps
         self._watch = watch
@@ -71,6 +75,8 @@ class BackwardSteps:
         )  # how many gradients of a bucket are final; empty before `begin`
         self._spent: dict[int, tuple[weakref.ref[Tensor], list[HostBucket], int]] = {}  # by parameter
         self._unended = 0  # buckets submitted in this backward, and not seen to end
+        self.behind_bytes_peak = 0
+        """Of gradients on the device that waited for their step in the backward; who reads it starts anew."""
         self._next: HostBucket | None = None  # of those, the one that was issued first
         self._handles: list[Any] = []
 
@@ -150,12 +156,14 @@ class BackwardSteps:
 
     def _await_steps(self) -> None:
         """Give back the memory of gradients whose steps have ended, in the order of the steps. While there
-        are more than SPENT_BYTES of others, the current lane waits for the next step, which blocks the host
-        until that is issued. Order: [Order: weights back]."""
+        are more than `gradients_behind_bytes` of others, the current lane waits for the next step, which
+        blocks the host until that is issued. Order: [Order: weights back]."""
         device, steps = self._placed.members[0].device, self._steps
+        limit = self._limits.gradients_behind_bytes
         self._free_spent()
+        self.behind_bytes_peak = max(self.behind_bytes_peak, self._behind_bytes)
         while self._unended:
-            over = sum(nbytes for *_, nbytes in self._spent.values()) > SPENT_BYTES
+            over = limit is not None and self._behind_bytes > limit
             if self._next is None:
                 try:
                     self._next = steps.issued.get(block=over)
@@ -164,10 +172,15 @@ class BackwardSteps:
             event = self._next.returned
             if steps.failed or event is None or not (over or device.poll(event)):
                 return
-            device.wait(device.compute, event, "weights back")
+            timed_wait(device, device.compute, event, "weights back", steps.stalls)
             self._next.drop_gradients()
             self._next, self._unended = None, self._unended - 1
             self._free_spent()
+
+    @property
+    def _behind_bytes(self) -> int:
+        """Of gradients whose steps were not seen to end."""
+        return sum(nbytes for *_, nbytes in self._spent.values())
 
     def _free_spent(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():

@@ -8,7 +8,6 @@ checks every gradient and every promise of `overlap` before it steps anything, a
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 import weakref
@@ -29,10 +28,15 @@ from offload.optim.stepping import HostedSteps
 from offload.optim.touch import AwaitedWeight, WeightWatch, await_all, weakly
 from offload.params.view import ParamView, count_write, laid_out_as
 from offload.telemetry.records import ClientStats
+from offload.transfer.stalls import Stall, total_ms
 
 __all__ = ["Overlap", "StepRunner", "checked_overlap", "stepped_by_open_ones"]
 
 Overlap = Literal["step", "forward", "backward"]
+
+GRADIENTS_BEHIND_BYTES = 2 << 30
+"""Of gradients on the device whose step in the backward has not ended: the link is behind by then. It has
+these to do while compute waits, or has no gradients, as in the next forward."""
 
 _OPEN: weakref.WeakSet[StepRunner] = weakref.WeakSet()
 """Runners of all optimizers that are not closed."""
@@ -119,7 +123,12 @@ class StepRunner(Client):
         self.placed.when_left = weakly(self.state.left)
         self.steps = HostedSteps(engine, self.placed.cpu, self.placed.streamed, options.cpu_threads)
         self._watch = WeightWatch(engine, self.steps)
-        self.backward = BackwardSteps(self.placed, self.steps, self._watch, weakly(self._begin))
+        begin = weakly(self._begin)
+        self.backward = BackwardSteps(engine.limits, self.placed, self.steps, self._watch, begin)
+        self._stalls: list[Stall] = []
+        self._limits = engine.limits.contributor("optim", self)
+        if overlap == "backward":
+            self._limits.bound("gradients_behind_bytes", GRADIENTS_BEHIND_BYTES)
         try:
             self.regroup()
             self.state.note_step()  # what constructors have made
@@ -319,8 +328,7 @@ class StepRunner(Client):
         """Where the gradient waits on the host, its bytes there, which its buckets take as they are."""
         if self.backward.stepped:  # the ring is in use, and nobody may wait for all
             return member.flat_gradient(gradient)
-        returned = functools.partial(weakly(self.steps.await_weights), (member.index,))
-        lent = member.lent_gradient(gradient, returned)
+        lent = member.lent_gradient(gradient, self.steps.awaiting(member.index))
         if lent is None:
             return member.flat_gradient(gradient)
         if self.placed[member] is Place.STREAMED and not self.placed.streamed.takes_lent:
@@ -423,9 +431,14 @@ class StepRunner(Client):
             self._engine.refuse_in_capture(f"the optimizer's {what}")
 
     def end_step(self) -> ClientStats:
+        behind_bytes, self.backward.behind_bytes_peak = self.backward.behind_bytes_peak, 0
+        stalls, self._stalls, self.steps.stalls = self._stalls, self.steps.stalls, []
+        hides = self.overlap != "step"  # else step() itself waits, and compute has nothing else to do
         return ClientStats(
             lent_bytes=self.placed.host_bytes,
-            device_bytes=self.placed.streamed.ring_bytes,
+            device_bytes=self.placed.streamed.ring_bytes + behind_bytes,
+            stall_ms=total_ms(self._engine.device, stalls) if hides else 0.0,
+            stall_count=len(stalls) if hides else 0,
         )
 
     def capture_begins(self) -> None:
@@ -443,6 +456,7 @@ class StepRunner(Client):
         """The optimizer was closed or dropped: its hooks go, its weights arrive, and its host memory goes
         back. Blocks the host."""
         _OPEN.discard(self)
+        self._limits.end()
         self.backward.close()
         self._watch.close()
         self.steps.end(self.placed.close)

@@ -18,11 +18,12 @@ from __future__ import annotations
 import functools
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
 
+from offload.client import weakly
 from offload.device import Event, Lane
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError, OffloadError
@@ -31,6 +32,7 @@ from offload.optim.host_part import HostBucket
 from offload.optim.streamed_step import StreamedBucket, StreamedPart
 from offload.params.worker import Job, Latch, Worker
 from offload.telemetry.speaker import speaker
+from offload.transfer.stalls import Stall, timed_wait
 
 __all__ = ["HostedSteps"]
 
@@ -61,6 +63,7 @@ class HostedSteps:
         self.issued: queue.SimpleQueue[HostBucket] = queue.SimpleQueue()
         """Buckets of the step under way that the workers have issued, or dropped after a failure, in that
         order; taken out by who wants to know."""
+        self.stalls: list[Stall] = []  # waits of compute for steps
         self._failed: OffloadError | None = None
         self.torn = False
         """A step has begun to write, and not ended: if anybody asks, an exception broke it off."""
@@ -180,12 +183,21 @@ class HostedSteps:
         self._raise_error()
         device = self._engine.device
         assert bucket.returned is not None
-        device.wait(lane, bucket.returned, "weights back")
+        timed_wait(device, lane, bucket.returned, "weights back", self.stalls)
         for part in bucket.weights:
             device.note_read(lane, part.view(torch.uint8))
         lanes.add(id(lane))
         if lane is self._lane:
             bucket.drop_gradients()
+
+    def awaiting(self, index: int) -> Callable[[], None]:
+        """What waits for the parameter as `await_weights`, in the step that begins, and does nothing after
+        it: then nobody who waits has touched it."""
+        return functools.partial(weakly(self._await_of), self._pending, index)
+
+    def _await_of(self, step: Mapping[HostBucket, set[int]], index: int) -> None:
+        if step is self._pending:
+            self.await_weights((index,))
 
     def finish(self) -> None:
         """End the last step: every weight has been waited for. Blocks the host until its last bucket is
@@ -196,7 +208,7 @@ class HostedSteps:
     def _finish(self) -> None:
         self.await_weights()
         with self._lock:
-            self._pending.clear()
+            self._pending = {} if self._pending else self._pending
             self.issued = queue.SimpleQueue()
 
     def finish_on_host(self) -> None:
@@ -277,7 +289,7 @@ class HostedSteps:
         """After a failure: once the workers are idle, no use of a weight waits any more. Weights stay as the
         failed step left them."""
         self._rest_workers()
-        self._pending.clear()
+        self._pending = {}
         self.torn = False
         for index in self.buckets_of:
             self.when_waited(index)
@@ -305,7 +317,7 @@ class HostedSteps:
                 self.finish()
         except Exception as error:  # a worker's, or of a device that is lost
             logger.warning("the optimizer was closed in a step that failed: %s", error)
-        self._pending.clear()
+        self._pending = {}
         self._stepper.close()
         self._streamer.close()
         try:  # host memory goes back after this

@@ -23,6 +23,8 @@ says whose bound holds. tests/unit/test_one_owner_of_limits.py finds any other w
     weights_ahead_bytes  streamed weights that were fetched ahead, and not used yet
     spills_in_flight     of a watermark that sends one tensor after the other: how many at once
     weights_in_flight_bytes  streamed weights that are on their way to the device, when more is fetched ahead
+    gradients_behind_bytes  gradients on the device that wait for their step in the backward; beyond it
+                         compute waits for steps
 
 A client that is not there yet needs nothing else. An arbiter, or one that streams weights, takes a
 contributor of its own, changes its bounds between steps, and ends it. What is no number it answers as a
@@ -63,6 +65,7 @@ Cap = Literal[
     "spills_in_flight",
     "weights_ahead_bytes",
     "weights_in_flight_bytes",
+    "gradients_behind_bytes",
 ]
 
 DEFAULT, CONFIG, PLAN = "default", "config", "plan"
@@ -123,6 +126,7 @@ class Limits:
     spills_in_flight: int | None
     weights_ahead_bytes: int | None
     weights_in_flight_bytes: int | None
+    gradients_behind_bytes: int | None
 
     claimed_bytes: int
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from offload.device import Device, Event, Lane
 
-__all__ = ["Stall", "all_passed", "total_ms"]
+__all__ = ["Stall", "all_passed", "timed_wait", "total_ms"]
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +29,15 @@ class Stall:
         if self._ms is None:
             self._ms = device.elapsed_ms(self.before, self.after)
         return self._ms
+
+
+def timed_wait(device: Device, lane: Lane, event: Event, order: str, stalls: list[Stall]) -> None:
+    """The lane waits for the event, which is one stall more where it has not passed yet. Blocks the host:
+    never."""
+    before = None if device.poll(event) else device.record(lane, timed=True)
+    device.wait(lane, event, order)
+    if before is not None:
+        stalls.append(Stall(lane, before, device.record(lane, timed=True)))
 
 
 def all_passed(device: Device, stalls: Sequence[Stall]) -> bool:

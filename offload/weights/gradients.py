@@ -421,7 +421,7 @@ class GradientStream(Client):
         with self._lock:
             self.residency.write_back(weight.block)
             if weight.block.left is not None:
-                self._device.wait(self._device.compute, weight.block.left, "gradients sent")
+                self.residency.wait_for(self._device.compute, weight.block.left, "gradients sent")
             weight.returned = returned
             return weight.master.view(weight.parameter.dtype)
 

@@ -72,7 +72,7 @@ from offload.ids import Owner
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.admission import Direction, Lease, Priority
-from offload.transfer.stalls import Stall
+from offload.transfer.stalls import Stall, timed_wait
 from offload.weights.policy import Policy
 from offload.weights.weight import BlockWeights, Weight
 
@@ -258,13 +258,8 @@ class Residency:
         block.readers[id(lane)] = lane
 
     def wait_for(self, lane: Lane, arrived: Event, order: str) -> None:
-        """The lane waits for what `h2d` brings, which is a stall where it is not there yet."""
-        device = self.device
-        timed = not device.poll(arrived)
-        before = device.record(lane, timed=True) if timed else None
-        device.wait(lane, arrived, order)
-        if before is not None:
-            self.stalls.append(Stall(lane, before, device.record(lane, timed=True)))
+        """The lane waits for a copy or a step, which is a stall where that has not ended."""
+        timed_wait(self.device, lane, arrived, order, self.stalls)
 
     def use(self, block: BlockWeights, order: Iterable[int], weights: Sequence[Weight] | None = None) -> bool:
         """The current lane is about to read these of the block's weights, or all, whose steps are issued.
@@ -328,7 +323,7 @@ class Residency:
         steps = [event for w in block.weights if w.stepped_here for event in w.ends_of_step()]
         for event in (block.arrived, block.left, *steps):
             if event is not None:
-                device.wait(home, event, "weights gone")
+                self.wait_for(home, event, "weights gone")
         self._count(-block.held_bytes)
         for weight in tuple(block.weights):
             if weight.storage.nbytes():

@@ -9,6 +9,7 @@ import copy
 import gc
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from offload.optim import HybridDeviceOptimizer
+from tests.inside import impose
 from tests.optim_pair import Overlap
-from tests.unit.weights.streamed import BLOCKS, ROWS, WIDTH, Model, Pair, squares, streamed
+from tests.unit.weights.streamed import BLOCK_BYTES, BLOCKS, ROWS, WIDTH, Model, Pair, squares, streamed
 
 OPERATIONS = 40
 
@@ -34,7 +36,7 @@ class Program:
     overlap: of the optimizer that keeps its state on the host; None for torch's."""
 
     def __init__(self, pair: Pair, rng: random.Random, overlap: Overlap | None = None) -> None:
-        self.pair, self.rng = pair, rng
+        self.pair, self.rng, self.overlap = pair, rng, overlap
         self.models = (pair.model, pair.plain)
         if overlap is None:
             self.optimizers = pair.optimizers(**rng.choice([{}, {"foreach": True}, {"fused": True}]))
@@ -54,9 +56,25 @@ class Program:
         self.pair.check_gradients()
 
     def train(self) -> None:
+        if self.overlap == "backward":
+            self.train_in_the_backward()
+            return
         self.backward()
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def train_in_the_backward(self) -> None:
+        """Gradients are final, and stepped, in the last of one or two backwards."""
+        accumulates, (ours, _) = self.rng.random() < 0.3, self.optimizers
+        assert isinstance(ours, HybridDeviceOptimizer)
+        for waits in (ours.no_sync(), nullcontext()) if accumulates else (nullcontext(),):
+            x = torch.randn(ROWS, WIDTH)
+            with waits:
+                for model in self.models:
+                    squares(model, x).backward()
+        for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
@@ -164,11 +182,21 @@ class Program:
 
 
 STEPS = [
-    value for name, value in vars(Program).items() if name not in ("__init__", "weights") and callable(value)
+    value
+    for name, value in vars(Program).items()
+    if name not in ("__init__", "weights", "train_in_the_backward") and callable(value)
 ]
+BREAK_THE_PROMISE = (
+    Program.backward,
+    Program.use_weights_past_their_modules,
+    Program.hold_a_graph,
+    Program.go_back_through_a_graph,
+    Program.fail,
+)
+"""Of `overlap="backward"`: no step comes after their backward."""
 
 
-@pytest.mark.parametrize("overlap", [None, "step", "forward"])
+@pytest.mark.parametrize("overlap", [None, "step", "forward", "backward"])
 @pytest.mark.parametrize("seed", range(8))
 def test_any_order_of_operations_gives_what_torch_gives(seed: int, overlap: Overlap | None) -> None:
     rng = random.Random(seed)
@@ -177,10 +205,15 @@ def test_any_order_of_operations_gives_what_torch_gives(seed: int, overlap: Over
         frozen=seed % 2 == 0,
         executor=rng.choice(["late", "early", "random", "clock"]),
         weights=rng.choice(["host", "12.3kB", "20.5kB"]),
+        **({"gradients": rng.choice(["host", "device"])} if overlap == "backward" else {}),
     ) as pair:
         program, done = Program(pair, rng, overlap), []
+        steps = STEPS
+        if overlap == "backward":
+            impose(pair.stream._engine, gradients_behind_bytes=rng.choice([0, BLOCK_BYTES, 1 << 30]))
+            steps = [step for step in STEPS if step not in BREAK_THE_PROMISE]
         for _ in range(OPERATIONS):
-            step = rng.choice([*STEPS, Program.train, Program.train])
+            step = rng.choice([*steps, Program.train, Program.train])
             done.append(step.__name__)
             try:
                 step(program)

@@ -18,6 +18,7 @@ from offload.device.sim import ExecutorName
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
+from tests.inside import impose
 from tests.optim_pair import EXECUTORS, OVERLAPS, Overlap
 from tests.unit.weights.streamed import (
     BLOCK_BYTES,
@@ -410,10 +411,10 @@ def test_int8_weights_are_left_out() -> None:
 @pytest.mark.parametrize("gradients", ["host", "device"])
 @pytest.mark.parametrize("share", SHARES)
 def test_they_take_no_memory_behind_their_step(
-    gradients: str, share: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gradients: str, share: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("offload.optim.backward.SPENT_BYTES", BLOCK_BYTES)
     with streamed(gradients=gradients) as pair:
+        impose(pair.stream._engine, gradients_behind_bytes=BLOCK_BYTES)
         optimizers = pair.with_state_on_host("backward", cpu_share=share, bucket_bytes=1024)
         for _ in range(3):
             step(optimizers, pair)
@@ -433,4 +434,30 @@ def test_they_take_no_memory_behind_their_step(
         optimizers[1].step()
         pair.plain.zero_grad()
         assert not [record for record in caplog.records if "shares its memory" in record.message]
+        close(optimizers)
+
+
+def test_a_gradient_that_is_stepped_in_parts_may_have_been_lent_in_the_step_before() -> None:
+    with streamed() as pair:
+        impose(pair.stream._engine, gradients_behind_bytes=0)  # a part's step is waited for at once
+        optimizers = pair.with_state_on_host("backward", bucket_bytes=1536)
+        for _ in range(3):
+            step(optimizers, pair)
+        pair.check_weights()
+        close(optimizers)
+
+
+def test_the_waits_of_a_backward_for_its_steps_are_the_optimizers_stall() -> None:
+    with streamed(executor="clock", gradients="device") as pair:
+        share = impose(pair.stream._engine)
+        optimizers = pair.with_state_on_host("backward", bucket_bytes=1024)
+        found = []
+        for nbytes in (None, None, 0, 0, 0):
+            share.bound("gradients_behind_bytes", nbytes, replaces=("optim",))
+            step(optimizers, pair)
+            found.append(offload.report().as_dict()["kinds"]["optimizer"])
+        assert found[4]["stall_ms"] > found[2]["stall_ms"]  # each is of the step before
+        ring, (ours, _) = 5 * 3 * 1024, optimizers  # two moments, and weights that come in
+        assert ours.ring_bytes == ring
+        assert found[1]["device_bytes"] >= found[4]["device_bytes"] == ring + BLOCK_BYTES // 2
         close(optimizers)
