@@ -53,10 +53,13 @@ class CpuBucket(HostBucket):
     """One bucket, with the weights that it holds as leaves of a CPU optimizer.
 
     whole: the leaves have the parameters' shapes and are never cut. Gradients arrive as they
-    are, and `scratch` holds them in the master's dtype while the bucket is stepped.
+    are, and `scratch` holds them in the master's dtype while the bucket is stepped. pins: whether the memory
+    that they arrive in is pinned, which a section of streamed weights has from the first gradient on that
+    does not wait on the host.
     """
 
     whole: bool
+    pins: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,6 +126,9 @@ class CpuBucket(HostBucket):
         return gradient if as_it_is else gradient.to(self.master_dtype)
 
     def set_gradients(self, gradients: Mapping[int, Tensor], stepper: Stepper | None = None) -> None:
+        found = (gradients[member.index] for member in self.members if member.index in gradients)
+        if not self.section.has("grad") and any(map(self.device.owns, found)):
+            self.section.add([FlatSpec("grad", self.master_dtype.itemsize, self.pins)])
         super().set_gradients(gradients, stepper)
         self._copied = None
 
@@ -157,13 +163,11 @@ class CpuBucket(HostBucket):
         for event in (self._copied, self.returned, *claimed):
             if event is not None:
                 device.synchronize(event)
-        device.note_read(device.host, self.section.slot("grad", self.layout.start, self.layout.numel))
         for position, source in zip(self.stepped, self.gradients, strict=True):
             piece, leaf = self.layout.pieces[position], self.leaves[position]
-            gradient, weights = self.gradient_on_host(position, source.dtype), self.on_host(position)
-            if not device.owns(source):  # it waited on the host
-                device.note_read(device.host, source.view(torch.uint8))
-                gradient = source
+            weights, waited = self.on_host(position), not device.owns(source)
+            gradient = source if waited else self.gradient_on_host(position, source.dtype)
+            device.note_read(device.host, gradient.view(torch.uint8))
             device.note_read(device.host, weights.view(torch.uint8))
             if weights.dtype != self.master_dtype:
                 update_master(self.flat("master", piece), weights)
@@ -208,7 +212,7 @@ class CpuPart(HostPart[CpuBucket]):
         self, engine: OffloadEngine, options: HostOptions, cls: type[Optimizer], kwargs: Mapping[str, Any]
     ) -> None:
         whole = not (is_fused_adam(cls) and options.in_buckets)
-        new_bucket = functools.partial(CpuBucket, whole=whole)
+        new_bucket = functools.partial(CpuBucket, whole=whole, pins=options.pin_grads)
         super().__init__(engine, options, new_bucket, whole=whole)
         self._new_optimizer: Callable[..., Optimizer] = functools.partial(cls, **kwargs)
         self.scratch: Tensor | None = None
@@ -221,7 +225,7 @@ class CpuPart(HostPart[CpuBucket]):
 
     def _specs(self, dtype: torch.dtype, master_dtype: torch.dtype, has_home: bool) -> list[FlatSpec]:
         size, pinned = master_dtype.itemsize, self.options.pin_params
-        specs = [FlatSpec("grad", size, self.options.pin_grads)]
+        specs = [] if has_home else [FlatSpec("grad", size, self.options.pin_grads)]
         if dtype != master_dtype or not has_home:
             # rounding zero gives no weight but zero: the first step takes the weights over
             specs.append(FlatSpec("master", size, pinned, zero=True))

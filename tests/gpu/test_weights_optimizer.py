@@ -13,7 +13,7 @@ from torch import nn
 import offload
 from offload import OffloadConfig
 from tests.gpu.test_weights import BLOCK_BYTES, BLOCKS, ROWS, WIDTH, Model, pair
-from tests.inside import streams_from
+from tests.inside import impose, streams_from
 from tests.optim_pair import OVERLAPS, Overlap
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_allocator")]
@@ -75,6 +75,28 @@ def test_full_training_has_the_bits_of_weights_on_the_device(
         optimizer.close()
 
 
+@pytest.mark.parametrize("gradients", ["host", "device"])
+@pytest.mark.parametrize("behind_bytes", [0, BLOCK_BYTES])
+def test_a_backward_that_waits_for_its_steps_has_the_bits_of_one_that_does_not(
+    gradients: str, behind_bytes: int
+) -> None:
+    model, plain = pair(checkpoints=True)
+    handle = offload.apply(model, weights="host", gradients=gradients)
+    optimizers = [made(model, "backward", 0.0), made(plain, "step", 0.0)]
+    impose(optimizers[0].engine, gradients_behind_bytes=behind_bytes)
+    for number in range(6):
+        losses = [
+            train(each, optimizer, number) for each, optimizer in zip((model, plain), optimizers, strict=True)
+        ]
+        assert torch.equal(*losses), number
+    assert offload.report().as_dict()["kinds"]["optimizer"]["stall_ms"] > 0
+    handle.remove()
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, its)
+    for optimizer in optimizers:
+        optimizer.close()
+
+
 def test_a_settled_step_asks_the_driver_for_nothing_and_holds_two_blocks() -> None:
     model = pair(checkpoints=False)[0]  # the other one is gone
     handle = offload.apply(model, weights="host")
@@ -91,7 +113,8 @@ def test_a_settled_step_asks_the_driver_for_nothing_and_holds_two_blocks() -> No
     assert after["num_device_alloc"] == before["num_device_alloc"]
     figures = handle.weights
     assert figures is not None
-    assert figures.in_bytes == 2 * (BLOCKS - 2) * BLOCK_BYTES
+    # a block whose step is not issued when it is wanted may come in another's place
+    assert 2 * (BLOCKS - 2) * BLOCK_BYTES <= figures.in_bytes <= 2 * BLOCKS * BLOCK_BYTES
     # the ring, two blocks, all gradients and a block's activations, less than half of the weights alone
     assert after["active_bytes.all.peak"] < optimizer.ring_bytes + 2 * BLOCKS * BLOCK_BYTES
     handle.remove()

@@ -94,14 +94,15 @@ def test_masters_of_half_precision_weights(overlap: Overlap, share: float, reent
         close(optimizers)
 
 
-@pytest.mark.parametrize(("dtype", "per_element"), [(torch.float32, (8, 12)), (torch.bfloat16, (12, 16))])
-def test_the_weights_have_no_second_copy_on_the_host(
-    dtype: torch.dtype, per_element: tuple[int, int]
+@pytest.mark.parametrize("gradients", ["host", "device"])
+@pytest.mark.parametrize(("dtype", "per_element"), [(torch.float32, 8), (torch.bfloat16, 12)])
+def test_weights_and_gradients_have_no_second_copy_on_the_host(
+    dtype: torch.dtype, per_element: int, gradients: str
 ) -> None:
-    """Moments and masters, and a gradient of each where the CPU steps."""
-    with streamed(Model().to(dtype)) as pair:
+    """Moments and masters, and a gradient of each that does not wait on the host where the CPU steps."""
+    with streamed(Model().to(dtype), gradients=gradients) as pair:
         weights = [w.parameter for block in pair.stream.blocks for w in block.weights]
-        for share, nbytes in zip((0.0, 1.0), per_element, strict=True):
+        for share in (0.0, 1.0):
             ours = HybridDeviceOptimizer(
                 weights,
                 1.0,
@@ -109,8 +110,14 @@ def test_the_weights_have_no_second_copy_on_the_host(
                 param_update_in_fp32=True,
                 engine=pair.stream._engine,
             )
-            assert ours.host_bytes == ELEMENTS * nbytes
+            assert ours.host_bytes == ELEMENTS * per_element
+            squares(pair.model, torch.randn(ROWS, WIDTH, dtype=dtype)).backward()
+            ours.step()
+            copies = share == 1 and gradients == "device"
+            assert ours.host_bytes == ELEMENTS * (per_element + 4 * copies)
             ours.close()
+            pair.model.zero_grad()
+        pair.model.load_state_dict(pair.plain.state_dict())
 
 
 def test_a_settled_step_takes_no_memory(overlap: Overlap) -> None:
