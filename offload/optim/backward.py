@@ -11,7 +11,6 @@ is stepped.
 from __future__ import annotations
 
 import functools
-import queue
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,10 +73,9 @@ class BackwardSteps:
             Counter()
         )  # how many gradients of a bucket are final; empty before `begin`
         self._spent: dict[int, tuple[weakref.ref[Tensor], list[HostBucket], int]] = {}  # by parameter
-        self._unended = 0  # buckets submitted in this backward, and not seen to end
         self.behind_bytes_peak = 0
         """Of gradients on the device that waited for their step in the backward; who reads it starts anew."""
-        self._next: HostBucket | None = None  # of those, the one that was issued first
+        self._next: HostBucket | None = None  # issued, and not seen to end
         self._handles: list[Any] = []
 
     def hook(self, members: Sequence[ParamView]) -> None:
@@ -112,7 +110,7 @@ class BackwardSteps:
         with torch.no_grad():
             if not self._final:
                 self._begin()
-                self._next, self._unended = None, 0
+                self._next = None
             for bucket in buckets:
                 self._final[bucket] += 1
                 if self._final[bucket] == len(bucket.members):
@@ -142,7 +140,6 @@ class BackwardSteps:
         bucket.set_gradients(flats, self._steps)
         self.stepped.add(bucket)  # first: what breaks off here has begun a step
         self._steps.submit([bucket])
-        self._unended += 1
         for member, gradient in gradients.items():
             self._stamps[member.index] = weakref.ref(gradient), _versions(gradient)
             # a touch before step() breaks the promise
@@ -162,19 +159,15 @@ class BackwardSteps:
         limit = self._limits.gradients_behind_bytes
         self._free_spent()
         self.behind_bytes_peak = max(self.behind_bytes_peak, self._behind_bytes)
-        while self._unended:
+        while True:
             over = limit is not None and self._behind_bytes > limit
-            if self._next is None:
-                try:
-                    self._next = steps.issued.get(block=over)
-                except queue.Empty:
-                    return
-            event = self._next.returned
-            if steps.failed or event is None or not (over or device.poll(event)):
+            self._next = self._next or steps.next_issued(block=over)
+            event = None if self._next is None else self._next.returned
+            if self._next is None or event is None or steps.failed or not (over or device.poll(event)):
                 return
             timed_wait(device, device.compute, event, "weights back", steps.stalls)
             self._next.drop_gradients()
-            self._next, self._unended = None, self._unended - 1
+            self._next = None
             self._free_spent()
 
     @property

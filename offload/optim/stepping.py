@@ -60,9 +60,9 @@ class HostedSteps:
         # of the last step, issued or about to be, and by id the lanes that have waited for them
         self._pending: dict[HostBucket, set[int]] = {}
         self._lane: Lane | None = None  # of step(): its memory is what the gradients came from
-        self.issued: queue.SimpleQueue[HostBucket] = queue.SimpleQueue()
-        """Buckets of the step under way that the workers have issued, or dropped after a failure, in that
-        order; taken out by who wants to know."""
+        # buckets of the step under way that workers have issued, or dropped after a failure, in that order
+        self._issued: queue.SimpleQueue[HostBucket] = queue.SimpleQueue()
+        self._untaken = 0  # that are in it, or will be
         self.stalls: list[Stall] = []  # waits of compute for steps
         self._failed: OffloadError | None = None
         self.torn = False
@@ -130,9 +130,22 @@ class HostedSteps:
             done.open()
             issued.put(bucket)
 
-        done, issued = Latch(), self.issued
+        done, issued = Latch(), self._issued
         worker.submit_bucket(bucket.rank, is_ready, once, end)
         bucket.done = done
+        self._untaken += 1
+
+    def next_issued(self, *, block: bool) -> HostBucket | None:
+        """Of this step, the bucket that a worker has issued next, or dropped after a failure: each once. None
+        where there is none yet, and with `block`, which blocks the host until there is, where none comes."""
+        if not self._untaken:
+            return None
+        try:
+            found = self._issued.get(block=block)
+        except queue.Empty:
+            return None
+        self._untaken -= 1
+        return found
 
     # -- waiting ---------------------------------------------------------------------------------------------
     def is_under_way(self, index: int) -> bool:
@@ -209,7 +222,7 @@ class HostedSteps:
         self.await_weights()
         with self._lock:
             self._pending = {} if self._pending else self._pending
-            self.issued = queue.SimpleQueue()
+            self._issued, self._untaken = queue.SimpleQueue(), 0
 
     def finish_on_host(self) -> None:
         """End the last step, after which the host may read and write state and masters. Blocks the host for
