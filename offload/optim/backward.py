@@ -28,7 +28,6 @@ from offload.optim.touch import SpentGradient, WeightWatch, weakly
 from offload.params.home import HOME, has_own_storage
 from offload.params.view import ParamView, is_laid_out_as, local_of
 from offload.transfer.limits import Limits
-from offload.transfer.stalls import timed_wait
 
 __all__ = ["BackwardSteps"]
 
@@ -165,7 +164,7 @@ class BackwardSteps:
             event = None if self._next is None else self._next.returned
             if self._next is None or event is None or steps.failed or not (over or device.poll(event)):
                 return
-            timed_wait(device, device.compute, event, "weights back", steps.stalls)
+            steps.stalls.wait(device.compute, event, "weights back")
             self._next.drop_gradients()
             self._next = None
             self._free_spent()

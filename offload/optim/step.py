@@ -28,7 +28,7 @@ from offload.optim.stepping import HostedSteps
 from offload.optim.touch import AwaitedWeight, WeightWatch, await_all, weakly
 from offload.params.view import ParamView, count_write, laid_out_as
 from offload.telemetry.records import ClientStats
-from offload.transfer.stalls import Stall, total_ms
+from offload.transfer.stalls import Stalls, total_ms
 
 __all__ = ["Overlap", "StepRunner", "checked_overlap", "stepped_by_open_ones"]
 
@@ -125,7 +125,7 @@ class StepRunner(Client):
         self._watch = WeightWatch(engine, self.steps)
         begin = weakly(self._begin)
         self.backward = BackwardSteps(engine.limits, self.placed, self.steps, self._watch, begin)
-        self._stalls: list[Stall] = []
+        self._stalls = Stalls(engine.device)
         self._limits = engine.limits.contributor("optim", self)
         if overlap == "backward":
             self._limits.bound("gradients_behind_bytes", GRADIENTS_BEHIND_BYTES)
@@ -432,7 +432,7 @@ class StepRunner(Client):
 
     def end_step(self) -> ClientStats:
         behind_bytes, self.backward.behind_bytes_peak = self.backward.behind_bytes_peak, 0
-        stalls, self._stalls, self.steps.stalls = self._stalls, self.steps.stalls, []
+        stalls, self._stalls, self.steps.stalls = self._stalls, self.steps.stalls, Stalls(self._engine.device)
         hides = self.overlap != "step"  # else step() itself waits, and compute has nothing else to do
         return ClientStats(
             lent_bytes=self.placed.host_bytes,

@@ -32,7 +32,7 @@ from offload.optim.host_part import HostBucket
 from offload.optim.streamed_step import StreamedBucket, StreamedPart
 from offload.params.worker import Job, Latch, Worker
 from offload.telemetry.speaker import speaker
-from offload.transfer.stalls import Stall, timed_wait
+from offload.transfer.stalls import Stalls
 
 __all__ = ["HostedSteps"]
 
@@ -63,7 +63,7 @@ class HostedSteps:
         # buckets of the step under way that workers have issued, or dropped after a failure, in that order
         self._issued: queue.SimpleQueue[HostBucket] = queue.SimpleQueue()
         self._untaken = 0  # that are in it, or will be
-        self.stalls: list[Stall] = []  # waits of compute for steps
+        self.stalls = Stalls(engine.device)  # for steps
         self._failed: OffloadError | None = None
         self.torn = False
         """A step has begun to write, and not ended: if anybody asks, an exception broke it off."""
@@ -196,7 +196,7 @@ class HostedSteps:
         self._raise_error()
         device = self._engine.device
         assert bucket.returned is not None
-        timed_wait(device, lane, bucket.returned, "weights back", self.stalls)
+        self.stalls.wait(lane, bucket.returned, "weights back")
         for part in bucket.weights:
             device.note_read(lane, part.view(torch.uint8))
         lanes.add(id(lane))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from offload.device import Device, Event, Lane
 
-__all__ = ["Stall", "all_passed", "timed_wait", "total_ms"]
+__all__ = ["Stall", "Stalls", "all_passed", "total_ms"]
 
 
 @dataclass(slots=True, eq=False)
@@ -31,13 +31,20 @@ class Stall:
         return self._ms
 
 
-def timed_wait(device: Device, lane: Lane, event: Event, order: str, stalls: list[Stall]) -> None:
-    """The lane waits for the event, which is one stall more where it has not passed yet. Blocks the host:
-    never."""
-    before = None if device.poll(event) else device.record(lane, timed=True)
-    device.wait(lane, event, order)
-    if before is not None:
-        stalls.append(Stall(lane, before, device.record(lane, timed=True)))
+class Stalls(list[Stall]):
+    """Waits of one client's lanes for copies and steps, in their order."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+
+    def wait(self, lane: Lane, event: Event, order: str) -> None:
+        """The lane waits for the event, which is a stall where it has not passed yet. order: as
+        `Device.wait`."""
+        before = None if self._device.poll(event) else self._device.record(lane, timed=True)
+        self._device.wait(lane, event, order)
+        if before is not None:
+            self.append(Stall(lane, before, self._device.record(lane, timed=True)))
 
 
 def all_passed(device: Device, stalls: Sequence[Stall]) -> bool:

@@ -49,7 +49,7 @@ from offload.params.sections import check_budget
 from offload.telemetry.records import ClientStats
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.admission import Priority
-from offload.transfer.stalls import Stall, total_ms
+from offload.transfer.stalls import Stalls, total_ms
 from offload.weights.figures import GradientFigures
 from offload.weights.gradient import Gradient, may_leave
 from offload.weights.order import Order, Pass, Use
@@ -109,7 +109,7 @@ class GradientStream(Client):
         self._open: dict[int, tuple[list[Gradient], Callable[[], object]]] = {}
         self._going: deque[BlockWeights] = deque()  # sent or read; that of longest ago first
         self._moved = (0, 0)
-        self._stalls: list[Stall] = []
+        self._stalls = Stalls(engine.device)
         self._said = Once()
         self._handles: dict[Gradient, tuple[RemovableHandle, RemovableHandle]] = {}
         self.removed = False
@@ -421,7 +421,7 @@ class GradientStream(Client):
         with self._lock:
             self.residency.write_back(weight.block)
             if weight.block.left is not None:
-                self.residency.wait_for(self._device.compute, weight.block.left, "gradients sent")
+                self.residency.stalls.wait(self._device.compute, weight.block.left, "gradients sent")
             weight.returned = returned
             return weight.master.view(weight.parameter.dtype)
 
@@ -438,8 +438,9 @@ class GradientStream(Client):
     def end_step(self) -> ClientStats:
         """As Client."""
         self._settle()
-        stalls, self._stalls, self.residency.stalls = self._stalls, self.residency.stalls, []
-        stall_ms, residency, figures = total_ms(self._device, stalls), self.residency, self.figures
+        residency, figures = self.residency, self.figures
+        stalls, self._stalls, residency.stalls = self._stalls, residency.stalls, Stalls(self._device)
+        stall_ms = total_ms(self._device, stalls)
         moved = residency.in_bytes, residency.out_bytes
         if moved != self._moved:
             figures.steps += 1

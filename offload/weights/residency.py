@@ -64,7 +64,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from offload.device import CopyPair, Device, Event, Lane
+from offload.device import CopyPair, Device
 from offload.device.rows import expand_rows
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
@@ -72,7 +72,7 @@ from offload.ids import Owner
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.admission import Direction, Lease, Priority
-from offload.transfer.stalls import Stall, timed_wait
+from offload.transfer.stalls import Stalls
 from offload.weights.policy import Policy
 from offload.weights.weight import BlockWeights, Weight
 
@@ -100,7 +100,7 @@ class Residency:
         self.blocks = blocks
         self.window_bytes = window_bytes
         self.in_bytes = self.out_bytes = 0
-        self.stalls: list[Stall] = []
+        self.stalls = Stalls(engine.device)
         self.present_bytes = self.present_bytes_peak = 0
         self._said = Once()
 
@@ -244,7 +244,7 @@ class Residency:
                     device.free(weight.storage)
                 raise
             self._count(sum(weight.nbytes for weight in refilled))
-            self.wait_for(lane, arrived, "weights int8")
+            self.stalls.wait(lane, arrived, "weights int8")
             for weight, flat in block.staged:
                 device.note_read(lane, flat)
                 parameter = weight.on_device.view(weight.parameter.dtype)
@@ -256,10 +256,6 @@ class Residency:
         self._count(-sum(flat.numel() for _, flat in block.staged))
         block.staged = []
         block.readers[id(lane)] = lane
-
-    def wait_for(self, lane: Lane, arrived: Event, order: str) -> None:
-        """The lane waits for a copy or a step, which is a stall where that has not ended."""
-        timed_wait(self.device, lane, arrived, order, self.stalls)
 
     def use(self, block: BlockWeights, order: Iterable[int], weights: Sequence[Weight] | None = None) -> bool:
         """The current lane is about to read these of the block's weights, or all, whose steps are issued.
@@ -275,7 +271,7 @@ class Residency:
         if id(lane) not in block.readers:
             block.readers[id(lane)] = lane
             assert block.arrived is not None
-            self.wait_for(lane, block.arrived, "weights here")
+            self.stalls.wait(lane, block.arrived, "weights here")
         for weight in weights:
             device.note_read(lane, weight.on_device)
         return found
@@ -323,7 +319,7 @@ class Residency:
         steps = [event for w in block.weights if w.stepped_here for event in w.ends_of_step()]
         for event in (block.arrived, block.left, *steps):
             if event is not None:
-                self.wait_for(home, event, "weights gone")
+                self.stalls.wait(home, event, "weights gone")
         self._count(-block.held_bytes)
         for weight in tuple(block.weights):
             if weight.storage.nbytes():

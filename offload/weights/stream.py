@@ -30,7 +30,7 @@ from offload.sizes import bytes_text
 from offload.telemetry.records import ClientStats
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.admission import Priority
-from offload.transfer.stalls import Stall, total_ms
+from offload.transfer.stalls import Stalls, total_ms
 from offload.weights.choose import Choice
 from offload.weights.experts import Experts
 from offload.weights.figures import WeightFigures
@@ -111,7 +111,7 @@ class WeightStream(Client):
         self._measured = Measured(engine.device, engine.copier)
         self._hits = self._misses = 0
         self._moved = (0, 0)
-        self._stalls: list[Stall] = []
+        self._stalls = Stalls(engine.device)
         self._said = Once()
         self._handles: list[Any] = []
         self.removed = False
@@ -475,9 +475,9 @@ class WeightStream(Client):
     # -- steps -----------------------------------------------------------------------------------------------
     def end_step(self) -> ClientStats:
         """As Client."""
-        stalls, self._stalls, self.residency.stalls = self._stalls, self.residency.stalls, []
-        stall_ms = total_ms(self._device, stalls)
-        moved = self.residency.in_bytes, self.residency.out_bytes
+        residency = self.residency
+        stalls, self._stalls, residency.stalls = self._stalls, residency.stalls, Stalls(self._device)
+        stall_ms, moved = total_ms(self._device, stalls), (residency.in_bytes, residency.out_bytes)
         figures, experts, window = self.figures, self.experts, self.experts.window
         if self._hits + self._misses:
             figures.steps += 1
@@ -494,7 +494,7 @@ class WeightStream(Client):
         self._say_larger()
         return ClientStats(
             lent_bytes=self._host_bytes,
-            device_bytes=self.residency.present_bytes + window.held_bytes,
+            device_bytes=residency.present_bytes + window.held_bytes,
             stall_ms=stall_ms,
             stall_count=len(stalls),
         )

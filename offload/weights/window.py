@@ -260,7 +260,7 @@ class Window:
                 self._fetch_ahead()
             slot = pending.pop(0)
             assert slot.arrived is not None
-            self._residency.wait_for(lane, slot.arrived, "experts here")
+            self._residency.stalls.wait(lane, slot.arrived, "experts here")
             matrices = weight.matrices(slot.flat, len(slot.experts))
             device.note_read(lane, matrices)
             slot.read, slot.unread = None, False
