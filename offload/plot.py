@@ -22,34 +22,20 @@ from offload.planner.explained import Explanation
 from offload.planner.explained_picture import draw_explanation
 from offload.telemetry.drawing import draw
 from offload.telemetry.timeline import Timeline
+from offload.telemetry.trace import Trace
 from offload.telemetry.verdict import verdict
 
 __all__ = ["Trace", "plot", "tracing"]
 
 
-class Trace:
-    """What was recorded, once its `with` block has ended."""
-
-    def __init__(self) -> None:
-        self._timeline: Timeline | None = None
-
-    @property
-    def timeline(self) -> Timeline:
-        """Spans of the lanes and samples of memory. Raises RuntimeError inside the `with` block."""
-        if self._timeline is None:
-            raise RuntimeError(
-                "the trace is still being recorded, or was cut off by an exception; read it "
-                "after the `with offload.tracing()` block"
-            )
-        return self._timeline
-
-
 @contextmanager
-def tracing() -> Iterator[Trace]:
+def tracing(path: str | Path | None = None) -> Iterator[Trace]:
     """Record what is run inside: one step, usually one after the third, when the plan stands.
 
-    Each group and copy costs some timed events meanwhile. At the end the host is blocked until the device has
-    done what was recorded. Raises RuntimeError inside another `tracing()`.
+    path: where a Chrome trace of it goes, which ui.perfetto.dev opens: lanes with their groups, microbatches,
+        and bytes by kind. None writes none; `trace.save()` does, also into one file with torch.profiler's.
+    Each group and copy costs some timed events meanwhile, and no wait. At the end the host is blocked until
+    the device has done what was recorded. Raises RuntimeError inside another `tracing()`.
     """
     recorder, trace = Recorder(default_manager()), Trace()
     recorder.start()
@@ -58,6 +44,8 @@ def tracing() -> Iterator[Trace]:
         trace._timeline = recorder.finish()
     finally:
         recorder.stop()
+    if path is not None:
+        trace.save(path)
 
 
 def plot(path: str | Path, shown: Trace | Explanation, *, title: str | None = None) -> None:

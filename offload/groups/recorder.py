@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from offload.device import Event
 from offload.device.sim import SimDevice
@@ -20,6 +22,7 @@ from offload.ids import GroupId, Owner
 from offload.saved.filters import Verdict
 from offload.saved.handles import Handle
 from offload.saved.hooks import Scope
+from offload.telemetry.holdings import Holdings
 from offload.telemetry.timeline import Kind, MemorySample, Span, Timeline
 from offload.transfer.admission import Direction
 from offload.transfer.block import BlockState
@@ -54,11 +57,15 @@ class Recorder:
         self._open: list[_Timed] = []  # forwards
         self._reading: _Timed | None = None
         self._read_group: GroupId | None = None
+        self._stepping: list[_Timed] = []  # optimizers
+        self._hooks: list[Any] = []
         self._seen_s = 0.0
 
     def start(self) -> None:
         """Begin to observe. Raises RuntimeError while another recorder is at work. Blocks the host: never."""
         engine = self._engine
+        self._holdings = Holdings(self._device.owns)
+        self._optimizer_bytes = self._holdings.optimizer_bytes()
         with engine.lock:
             if any(isinstance(observer, Recorder) for observer in engine.hooks.observers):
                 raise RuntimeError("a recording is under way; end it before another begins")
@@ -68,6 +75,8 @@ class Recorder:
             engine.copier.watch(self._copied)
             engine.hooks.observers.append(self)
             engine.on_read(self._read)
+            self._hooks.append(register_optimizer_step_pre_hook(self._step_begins))
+            self._hooks.append(register_optimizer_step_post_hook(self._step_ended))
             self._sample()
 
     def stop(self) -> None:
@@ -78,6 +87,8 @@ class Recorder:
                 engine.copier.unwatch(self._copied)
                 engine.hooks.observers.remove(self)
                 engine.off_read(self._read)
+                for hook in self._hooks:
+                    hook.remove()
 
     def finish(self) -> Timeline:
         """`stop`, and read the times. Blocks the host until the device has done what was recorded."""
@@ -97,12 +108,26 @@ class Recorder:
                 for stall in stalls[first:]
             ]
             samples = [replace(sample, ms=self._ms(event)) for event, sample in self._samples]
+            began_ns = self._began_ns()
         return Timeline(
             spans=sorted(spans, key=lambda span: span.start_ms),
             memory=sorted(samples, key=lambda sample: sample.ms),
             device_limit_bytes=engine.limits.device_limit_bytes,
             simulated=not device.pins,
+            began_ns=began_ns,
         )
+
+    def _began_ns(self) -> int:
+        """Unix time of the begin: an idle device passes an event as soon as it is recorded. Of a few, the one
+        that the host looked at the shortest."""
+        found = []
+        for _ in range(5):
+            before_ns = time.time_ns()
+            event = self._now()
+            self._device.synchronize(event)
+            took_ns = time.time_ns() - before_ns
+            found.append((took_ns, before_ns + took_ns // 2 - round(self._ms(event) * 1e6)))
+        return min(found)[1]
 
     # -- as PackObserver -------------------------------------------------------------------------------------
     def opened(self, scope: Scope) -> None:
@@ -131,7 +156,8 @@ class Recorder:
         kind: Kind = "spill" if out else "restore"
         self._spans.append(_Timed(lane, kind, name, owner.label, start, end, nbytes))
         if owner.client == "groups":  # under the engine's lock, as others are not
-            self._sample(0 if out else nbytes)  # the buffer of a restore is there, and not counted yet
+            # the buffer of a restore is there, and not counted yet
+            self._sample(0 if out else nbytes, counts=False)
 
     def _read(self, handle: Handle) -> None:
         group = handle.record.block.group
@@ -148,32 +174,59 @@ class Recorder:
             self._reading.end = self._sample()
             self._reading = None
 
+    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._device.is_capturing():
+            self._end_reading()
+            timed = _Timed("compute", "optimizer", type(optimizer).__name__, "", self._sample())
+            self._stepping.append(timed)
+            self._spans.append(timed)
+
+    def _step_ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._stepping and not self._device.is_capturing():
+            self._optimizer_bytes = self._holdings.optimizer_bytes()
+            self._stepping.pop().end = self._sample()
+
     # -- times and bytes -------------------------------------------------------------------------------------
-    def _sample(self, more_bytes: int = 0) -> Event:
-        """Note where bytes are; the event of this point of the compute lane."""
+    def _sample(self, more_bytes: int = 0, *, counts: bool = True) -> Event:
+        """Note where bytes are; the event of this point of the compute lane. counts: what takes long to
+        count, and a copy does not change, is counted anew."""
         device, engine = self._device, self._engine
         with engine.lock:
-            if isinstance(device, SimDevice):  # it has no compute of its own: the host's time is taken for it
-                now_s = time.perf_counter()
-                device.compute_for(now_s - self._seen_s)
-                self._seen_s = now_s
-            event = device.record(device.compute, timed=True)
+            event = self._now()
             # the engine counts freed blocks out at its next call; what a copy still uses is not free
             freed_bytes = sum(
                 block.nbytes
                 for block in engine.transfers.freed_blocks.copy()
                 if block.state in _HELD and (block.transfer is None or block.transfer.settled)
             )
+            if counts:
+                self._without_bytes = sum(block.nbytes for block in self._manager.living_blocks())
+                self._weights_bytes, self._gradient_bytes = self._holdings.weights_and_gradients()
             saved_bytes = engine.transfers.device_bytes - freed_bytes + more_bytes
+            known_bytes = (
+                saved_bytes + self._weights_bytes + self._gradient_bytes + self._optimizer_bytes
+            )
             sample = MemorySample(
                 ms=0.0,
                 saved_bytes=saved_bytes,
-                without_bytes=sum(block.nbytes for block in self._manager.living_blocks()),
+                without_bytes=self._without_bytes,
                 host_bytes=engine.arena.lent_bytes,
-                other_bytes=max(0, device.active_bytes() - saved_bytes) if device.pins else 0,
+                weights_bytes=self._weights_bytes,
+                gradient_bytes=self._gradient_bytes,
+                optimizer_bytes=self._optimizer_bytes,
+                other_bytes=max(0, device.active_bytes() - known_bytes) if device.pins else 0,
+                pinned_bytes=engine.arena.held_bytes,
             )
             self._samples.append((event, sample))
         return event
+
+    def _now(self) -> Event:
+        device = self._device
+        if isinstance(device, SimDevice):  # it has no compute of its own: the host's time is taken for it
+            now_s = time.perf_counter()
+            device.compute_for(now_s - self._seen_s)
+            self._seen_s = now_s
+        return device.record(device.compute, timed=True)
 
     def _ms(self, event: Event) -> float:
         return self._device.elapsed_ms(self._begin, event)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.telemetry.timeline import Span, Timeline
+from offload.telemetry.trace import microbatches
 
 __all__ = ["byte_unit", "draw", "require_matplotlib", "time_unit"]
 
@@ -100,7 +101,7 @@ def _lanes(axes: Any, timeline: Timeline, scale: float) -> None:
             alpha=_BACKWARD if span.kind == "backward" else _FORWARD,
         )
     middle, height, _ = _ROWS["chunk"]
-    for start_ms, end_ms, label in _chunks(timeline.spans):
+    for start_ms, end_ms, label in microbatches(timeline.spans):
         axes.broken_barh(
             [(start_ms * scale, (end_ms - start_ms) * scale)],
             (middle - height / 2, height),
@@ -120,21 +121,6 @@ def _lanes(axes: Any, timeline: Timeline, scale: float) -> None:
     if any(span.kind == "stall" for span in timeline.spans):
         handles.append(Patch(color=_STALL, label="stall: compute waits for a copy"))
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9, frameon=False)
-
-
-def _chunks(spans: Sequence[Span]) -> list[tuple[float, float, str]]:
-    """Start, end and name, such as "F s0m1", of runs of neighbouring groups of one forward or backward."""
-    found: list[tuple[float, float, str]] = []
-    for span in spans:
-        if span.kind not in ("forward", "backward"):
-            continue
-        label = f"{'F' if span.kind == 'forward' else 'B'} {span.owner.partition('/')[0]}"
-        if found and found[-1][2] == label:
-            start_ms, end_ms, _ = found.pop()
-            found.append((start_ms, max(end_ms, span.end_ms), label))
-        else:
-            found.append((span.start_ms, span.end_ms, label))
-    return found
 
 
 def _innermost_last(spans: Sequence[Span]) -> list[Span]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 __all__ = ["Kind", "MemorySample", "Span", "Timeline"]
 
-Kind = Literal["forward", "backward", "spill", "restore", "stall"]
+Kind = Literal["forward", "backward", "optimizer", "spill", "restore", "stall"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,8 @@ class Span:
     """Work of one lane.
 
     lane: "compute", "d2h" or "h2d". name: the group's, the same in all microbatches. owner: whose it is, such
-        as "s0m1/core_attn"; empty for a stall. nbytes: copied; 0 for compute.
+        as "s0m1/core_attn"; empty for a stall and an optimizer's step, whose name is its class. nbytes: copied; 0
+    for compute.
     A group's forward is from the opening of its hooks to their end. Its backward is from its first read to
     the next thing seen after its last.
     """
@@ -36,20 +37,38 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample:
-    """Bytes at a point of the compute lane."""
+    """Bytes at a point of the compute lane: of the device by kind, and of the host.
+
+    | name | |
+    |---|---|
+    | saved_bytes | saved tensors on the device, in any state |
+    | without_bytes | what they would be if none had left: all that the graphs still hold |
+    | weights_bytes, gradient_bytes, optimizer_bytes | of modules and optimizers that there were when the \
+recording began |
+    | other_bytes | all else in use on the device: work, buffers; 0 on the simulated device |
+    | host_bytes, pinned_bytes | host memory in use, by all clients, and held for them |
+    """
 
     ms: float
     saved_bytes: int
-    """Saved tensors on the device, in any state."""
-
     without_bytes: int
-    """What they would be if none had left: all that the graphs still hold."""
-
     host_bytes: int
-    """Host bytes in use, by all clients."""
-
+    weights_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
     other_bytes: int = 0
-    """What else is in use on the device: weights, gradients, work. 0 on the simulated device."""
+    pinned_bytes: int = 0
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes on the device, by kind; the saved ones last."""
+        return {
+            "weights": self.weights_bytes,
+            "gradients": self.gradient_bytes,
+            "optimizer": self.optimizer_bytes,
+            "others": self.other_bytes,
+            "activations": self.saved_bytes,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +80,9 @@ class Timeline:
     device_limit_bytes: int | None
     simulated: bool
     """Compute took the host's time, and copies their bytes over the simulated link's rate."""
+
+    began_ns: int = 0
+    """Unix time of 0 ms, as torch.profiler has it."""
 
     @property
     def duration_ms(self) -> float:
