@@ -42,11 +42,12 @@ setup(
     # nothing but `offload` at top level: users have packages called `parallel` and `moe` of their own
     packages=[*find_packages(include=["offload", "offload.*"]), *(f"offload.{name}" for name in BESIDE)],
     package_dir={f"offload.{name}": name for name in ("parallel", "moe")},
-    package_data={"offload": ["py.typed"]},
+    package_data={"offload": ["py.typed", "telemetry/page.html"]},
     entry_points={"console_scripts": ["offload = offload.commands:main"]},
     zip_safe=False,  # a type checker reads py.typed from a folder
     install_requires=[
         "torch>=2.11,<2.14",
+        "jinja2",  # as torch; a report's page
         "numpy",
         "safetensors",  # only what reads weights of files imports it
         "tabulate",

@@ -6,16 +6,23 @@ is asked to gather, and asking never blocks the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from offload.groups.manager import GroupsManager
 from offload.marks import existing_manager
+from offload.modules.auto import Auto
+from offload.planner.explained import Explanation
 from offload.sizes import bytes_text
 from offload.telemetry.figures import Figures, KindFigures, Ledger
+from offload.telemetry.page import WORTH, Page, Table, write_page
+from offload.telemetry.trace import Trace
 from offload.telemetry.verdict import verdict
 from offload.weights.figures import GradientFigures, WeightFigures
 
@@ -26,7 +33,6 @@ _NO_MANAGER = (
     "offload.configure() and marks"
 )
 _SIMULATED = "on a simulated link (stalls are its copies', a step's time is the host's)"
-_WORTH = 0.02  # of a step: what stalls less is within what steps of one run differ by
 _CLOSED = (
     "these figures end where the manager that they are of was closed or reset; offload.report() has those "
     "since"
@@ -72,7 +78,47 @@ class Report:
     gradients: GradientFigures | None = None
     """Figures of gradients that wait on the host."""
 
+    explained: Explanation | None = None
+    """What mode "auto" chose, where it is applied."""
+
     ranks: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    def save(self, path: str | Path, trace: Trace | None = None) -> None:
+        """Write the report as one page of HTML that loads nothing: the verdict, the tables, what mode "auto"
+        chose for each block and what a GB more would gain.
+
+        trace: of a step, what `offload.tracing()` yields: memory by kind and lanes over time are drawn. The
+            page says so where they were not recorded.
+        Raises ImportError for a trace without matplotlib (the extra `plot`), ValueError for one in which
+        nothing was saved or copied; nothing is written then. Blocks the host: while it draws, about a second.
+        """
+        rank = f"rank {dist.get_rank()} of {dist.get_world_size()}, " if _has_ranks() else ""
+        where = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+        choices: list[str] = []
+        if self.explained is not None:
+            about = str(self.explained).partition("\n\n")[0]  # a table of the same blocks follows it
+            choices = [*about.splitlines(), *self.explained.margins()]
+        page = Page(
+            figures=self.as_dict(),
+            lead=self._lead(),
+            simulated=bool(self.link),
+            tables=[self._kinds(), self._groups(), self._stayed(), self._ranks(), self._figures()],
+            choices=choices,
+            choice=None if self.explained is None else _choice(self.explained),
+            text="" if self._streamed is None else str(self._streamed),
+            footer=f"{rank}{where}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M:%S')}.",
+            timeline=None if trace is None else trace.timeline,
+        )
+        write_page(path, page)
+
+    def _lead(self) -> list[str]:
+        """The first lines of a page."""
+        lines = [line.removeprefix("offload: ") for line in self.verdict.splitlines()]
+        if not lines:
+            line = "no step with offload has ended yet" if self._streamed is None else self._streamed.line()
+            lines = [line]
+        beside = [self.link, self.remark if self.remark not in self.verdict else "", self.peak]
+        return [line[:1].upper() + line[1:] for line in (*lines, *beside) if line]
 
     @property
     def last_step(self) -> dict[str, Any]:
@@ -122,23 +168,25 @@ class Report:
         title = f"offload report: {steps:,} step{'s' * (steps != 1)} since {self.since}"
         if not steps:
             none = f"{title}; {self.remark or 'no step with offload has ended yet'}"
-            return "\n\n".join(str(each) for each in (none, self._kinds(), self._streamed) if each)
+            kinds = self._kinds()
+            kinds_text = _text(kinds) if kinds.rows else ""
+            return "\n\n".join(str(each) for each in (none, kinds_text, self._streamed) if each)
         parts = [*filter(None, [self.verdict]), f"{title}{self.link and ', ' + self.link}"]
         parts += [self.remark] if self.remark and self.remark not in self.verdict else []
-        parts += [self._figures(), *filter(None, [self._kinds()])]
+        parts += [_text(table) for table in (self._figures(), self._kinds()) if table.rows]
         parts += [str(each) for each in (self._streamed, self.peak) if each]
-        parts += [table for table in (self._groups(), self._stayed(), self._ranks()) if table]
+        parts += [_text(table) for table in (self._groups(), self._stayed(), self._ranks()) if table.rows]
         return "\n\n".join(parts)
 
     # -- parts of the text -----------------------------------------------------------------------------------
-    def _figures(self) -> str:
-        assert self.last is not None  # a step has ended
+    def _figures(self) -> Table:
         beyond = "" if self.device_limit_bytes is None else f"beyond {self._limit()}"
-        rows = [(label, *values) for label, values in _rows(self.last, self.total, beyond)]
-        return _table(("", "last step", "in all"), rows)
+        last = Figures() if self.last is None else self.last
+        rows = [(label, *values) for label, values in _rows(last, self.total, beyond)]
+        return Table(("", "last step", "in all"), rows)
 
-    def _kinds(self) -> str:
-        """A table, where more than saved tensors moves."""
+    def _kinds(self) -> Table:
+        """Has rows where more than saved tensors moves."""
         rows = [
             (kind, *map(bytes_text, sizes), f"{one.stall_ms:,.1f} ms")
             for kind, one in self.kinds.items()
@@ -146,7 +194,8 @@ class Report:
             if any((*sizes, one.stall_ms))
         ]
         headers = ("last step, by kind", "on the device", "on the host", "out", "back", "waited for")
-        return _table(headers, rows) if {kind for kind, *_ in rows} - {"activations"} else ""
+        more = {kind for kind, *_ in rows} - {"activations"}
+        return Table(headers, rows if more else [], "Saved tensors alone were to move.")
 
     def _limit(self) -> str:
         names = {"auto": "what device_total leaves", "config": "device_limit", "": "device_limit"}
@@ -170,7 +219,7 @@ class Report:
             change = f"{passed}; raise {limit}, or mark smaller groups"
         elif self.follows_no_plan:
             change = "mode='auto' follows no plan: explain() of its handle says why, and what is done instead"
-        elif last.stall_ms > _WORTH * last.step_ms and not self.link:
+        elif last.stall_ms > WORTH * last.step_ms and not self.link:
             fewer = ", offload fewer groups (modules=...), or recompute (mode='auto', 'hidden_states')"
             fewer = "; explain() has what that saves" if limit == "device_total" else fewer
             change = f"more leaves than can be copied beside compute; raise {limit}{fewer}"
@@ -179,7 +228,7 @@ class Report:
         elif self.link:
             change = "nothing that shows without a GPU"
         else:
-            change = f"nothing; a lower {limit} frees more, while stalls stay below {_WORTH:.0%}"
+            change = f"nothing; a lower {limit} frees more, while stalls stay below {WORTH:.0%}"
         return f"next: {change}"
 
     def _why_nothing(self, total: Figures) -> str:
@@ -203,8 +252,8 @@ class Report:
         }
         return max(reasons_of_kept, key=lambda reason: reasons_of_kept[reason])
 
-    def _groups(self) -> str:
-        assert self.last is not None
+    def _groups(self) -> Table:
+        groups = {} if self.last is None else self.last.groups
         rows = [
             (
                 name,
@@ -213,25 +262,27 @@ class Report:
                 bytes_text(group.by_plan_bytes),
                 bytes_text(group.no_host_bytes),
             )
-            for name, group in self.last.groups.items()
+            for name, group in groups.items()
         ]
-        return _table(("last step, by group", "saved", "moved", "kept by plan", "no host memory"), rows)
+        headers = ("last step, by group", "saved", "moved", "kept by plan", "no host memory")
+        return Table(headers, rows, "No group was committed in it.")
 
-    def _stayed(self) -> str:
+    def _stayed(self) -> Table:
         rows = [
             (reason, f"{stayed.tensors:,}", bytes_text(stayed.nbytes), f"{stayed.largest_elements:,}")
             for reason, stayed in sorted(self.total.stayed.items(), key=lambda found: -found[1].nbytes)
         ]
-        return _table(("never leaves (first step)", "tensors", "one count a save", "largest, elements"), rows)
+        headers = ("never leaves (first step)", "tensors", "one count a save", "largest, elements")
+        return Table(headers, rows, "Every tensor that a group saved may leave.")
 
-    def _ranks(self) -> str:
+    def _ranks(self) -> Table:
         names = ("saved_bytes", "moved_bytes", "kept_bytes", "peak_bytes", "would_hold_bytes", "host_bytes")
         rows = [
             (f"rank {rank}", *(bytes_text(figures[name]) for name in names), f"{figures['stall_ms']:,.1f}")
             for rank, figures in sorted(self.ranks.items())
         ]
         headers = ("saved", "moved", "kept", "peak", "if nothing left", "pinned", "stall ms")
-        return _table(("in all, by rank", *headers), rows)
+        return Table(("in all, by rank", *headers), rows, "Not gathered: report(gather=True), on all ranks.")
 
 
 class ReportStart:
@@ -281,12 +332,36 @@ def _report(
         follows_no_plan=limits is not None and limits.held_by("again_room_bytes") == "auto" != limit_by,
         link=_SIMULATED if manager is not None and not manager.engine.device.pins else "",
         remark=_NO_MANAGER if manager is None else "",
+        explained=_explained(manager),
         ranks=_gathered(ledger.total, group) if gather else {},
     )
 
 
+def _explained(manager: GroupsManager | None) -> Explanation | None:
+    clients = [] if manager is None else manager.engine.clients
+    return next((client.explain() for client in clients if isinstance(client, Auto)), None)
+
+
+def _choice(explained: Explanation) -> Table:
+    rows = [
+        (
+            share.name,
+            *(bytes_text(nbytes) for nbytes in share[1:5]),
+            f"{share.recompute_ms:.1f}",
+            ", ".join(f"{count} {level}" for level, count in share.levels.items()),
+        )
+        for share in explained.shares
+    ]
+    headers = ("block", "saves", "kept", "moved", "recomputed", "recompute, ms", "forwards")
+    return Table(headers, rows)
+
+
+def _has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def _gathered(mine: Figures, group: dist.ProcessGroup | None) -> dict[int, dict[str, Any]]:
-    if not (dist.is_available() and dist.is_initialized()):
+    if not _has_ranks():
         return {0: mine.as_dict()}
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, (dist.get_rank(), mine.as_dict()), group=group)
@@ -330,16 +405,15 @@ def _rows(last: Figures, total: Figures, beyond: str) -> Iterator[tuple[str, tup
     yield "stalls: compute waited, in the step before", (stalls[0], stalls[1])
 
 
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, with its indents; the others to the right. Empty without rows."""
-    if not rows:
-        return ""
-    widths = [max(len(row[column]) for row in (headers, *rows)) for column in range(len(headers))]
+def _text(table: Table) -> str:
+    """The first column to the left, with its indents; the others to the right."""
+    lines = (table.headers, *table.rows)
+    widths = [max(len(row[column]) for row in lines) for column in range(len(table.headers))]
     ruler = ["-" * width for width in widths]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if column else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
-        for line in (headers, ruler, *rows)
+        for line in (table.headers, ruler, *table.rows)
     )

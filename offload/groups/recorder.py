@@ -203,9 +203,7 @@ class Recorder:
                 self._without_bytes = sum(block.nbytes for block in self._manager.living_blocks())
                 self._weights_bytes, self._gradient_bytes = self._holdings.weights_and_gradients()
             saved_bytes = engine.transfers.device_bytes - freed_bytes + more_bytes
-            known_bytes = (
-                saved_bytes + self._weights_bytes + self._gradient_bytes + self._optimizer_bytes
-            )
+            known_bytes = saved_bytes + self._weights_bytes + self._gradient_bytes + self._optimizer_bytes
             sample = MemorySample(
                 ms=0.0,
                 saved_bytes=saved_bytes,

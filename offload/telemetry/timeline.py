@@ -20,8 +20,8 @@ class Span:
     """Work of one lane.
 
     lane: "compute", "d2h" or "h2d". name: the group's, the same in all microbatches. owner: whose it is, such
-        as "s0m1/core_attn"; empty for a stall and an optimizer's step, whose name is its class. nbytes: copied; 0
-    for compute.
+    as "s0m1/core_attn"; empty for a stall and an optimizer's step, whose name is its class. nbytes: copied;
+    0 for compute.
     A group's forward is from the opening of its hooks to their end. Its backward is from its first read to
     the next thing seen after its last.
     """
@@ -43,8 +43,8 @@ class MemorySample:
     |---|---|
     | saved_bytes | saved tensors on the device, in any state |
     | without_bytes | what they would be if none had left: all that the graphs still hold |
-    | weights_bytes, gradient_bytes, optimizer_bytes | of modules and optimizers that there were when the \
-recording began |
+    | weights_bytes, gradient_bytes | of modules that there were when the recording began |
+    | optimizer_bytes | the state of optimizers that there were then |
     | other_bytes | all else in use on the device: work, buffers; 0 on the simulated device |
     | host_bytes, pinned_bytes | host memory in use, by all clients, and held for them |
     """
@@ -89,6 +89,14 @@ class Timeline:
         """To the end of the last span or sample."""
         ends = [span.end_ms for span in self.spans] + [sample.ms for sample in self.memory]
         return max(ends, default=0.0)
+
+    def check_recorded(self) -> None:
+        """Raises ValueError where there is nothing to draw."""
+        if not self.spans:
+            raise ValueError(
+                "nothing was recorded: no group was open and nothing was copied in the traced block; run a "
+                "whole training step with offload on inside `with offload.tracing()`"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """The fields by name, as plain values."""

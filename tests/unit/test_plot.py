@@ -152,8 +152,8 @@ def test_a_picture_names_groups_lanes_units_and_both_peaks(
         "to the device",
         "if nothing had left",
         "saved, with offload",
-        "saved memory (kB)",
-        "copies on a simulated link",
+        "device memory (kB)",
+        "copies simulated",
         "paler: backward",
     ):
         assert f"<!-- {said}" in text or f"{said} -->" in text, said
@@ -185,7 +185,7 @@ def test_a_gpus_timeline_lies_on_the_rest_of_its_memory(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw(gpu_timeline(), tmp_path / "gpu.svg", title="four layers")
     text = (tmp_path / "gpu.svg").read_text()
-    for said in ("device memory (GB)", "weights, gradients, work", "stall: compute waits for a copy"):
+    for said in ("device memory (GB)", "others", "stall: compute waits for a copy"):
         assert f"<!-- {said} -->" in text, said
     assert "simulated" not in text
 
