@@ -146,7 +146,10 @@ def _tiles(figures: Mapping[str, Any], simulated: bool) -> list[dict[str, Any]]:
 def _pictures(timeline: Timeline) -> dict[str, Any]:
     require_matplotlib()
     timeline.check_recorded()
-    most = {kind: bytes_text(max(sample.by_kind[kind] for sample in timeline.memory)) for kind in KIND_COLORS}
+    most = {
+        kind: f"at most {bytes_text(max(sample.by_kind[kind] for sample in timeline.memory))}"
+        for kind in KIND_COLORS
+    }
     if timeline.simulated:
         most["others"] = "only a GPU shows"
     kinds = [{"name": kind, "color": color, "text": most[kind]} for kind, color in KIND_COLORS.items()]

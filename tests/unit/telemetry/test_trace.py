@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import offload
 from offload.telemetry.holdings import Holdings
 from offload.telemetry.trace import Trace
+from tests.inside import streams_from
 from tests.unit.groups.stack import Driver, build_manager, build_stages, gpipe, installed
 from tests.unit.telemetry.test_page import timeline_of, trace_of
 
@@ -161,7 +162,7 @@ def test_counting_fetches_no_streamed_weight_and_changes_no_bit() -> None:
     def trained(traced: bool) -> tuple[list[torch.Tensor], Any, Any]:
         torch.manual_seed(0)
         blocks = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
-        with offload.activations(blocks, weights="8KB") as handle:
+        with streams_from(1), offload.activations(blocks, weights="10KB") as handle:
             optimizer, trace = torch.optim.SGD(blocks.parameters(), lr=0.1), None
             for number in range(4):
                 x = torch.full((4, 32), float(number))
