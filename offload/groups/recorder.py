@@ -155,9 +155,10 @@ class Recorder:
         name = owner.label.rpartition("/")[2] if owner.client == "groups" else owner.client
         kind: Kind = "spill" if out else "restore"
         self._spans.append(_Timed(lane, kind, name, owner.label, start, end, nbytes))
-        if owner.client == "groups":  # under the engine's lock, as others are not
-            # the buffer of a restore is there, and not counted yet
-            self._sample(0 if out else nbytes, counts=False)
+        if self._engine.at_work():  # else it is a thread of an optimizer, whose lane is its own
+            # the buffer of a restore is there, and not counted yet; saved tensors alone change no weight
+            of_groups = owner.client == "groups"
+            self._sample(nbytes if of_groups and not out else 0, counts=not of_groups)
 
     def _read(self, handle: Handle) -> None:
         group = handle.record.block.group

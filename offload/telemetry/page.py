@@ -101,12 +101,11 @@ def write_page(path: str | Path, page: Page) -> None:
 
 def _answer(figures: Mapping[str, Any], simulated: bool) -> dict[str, str]:
     """Of the last step, by the conditions of the report's own advice."""
-    last, streamed = figures["last_step"], [figures["weights"], figures["gradients"]]
-    if not last and not any(each and each["steps"] for each in streamed):
+    last, kinds = figures["last_step"], figures["kinds"].values()
+    if not last and not kinds:
         return {"state": "unknown", "word": "No step has ended yet."}
     moved = [last["moved_bytes"]] if last else []
-    moved += [client["out_bytes"] + client["in_bytes"] for client in last.get("clients", {}).values()]
-    moved += [each["out_bytes"] + each["in_bytes"] for each in streamed if each]
+    moved += [kind["out_bytes"] + kind["in_bytes"] for kind in kinds]
     if not any(moved):
         by_plan = last and last["by_plan_bytes"] == last["kept_bytes"] > 0
         return {"state": "unknown" if by_plan else "no", "word": "Nothing left the device in the last step."}

@@ -30,7 +30,7 @@ def test_the_wheel_has_one_package_at_top_level_with_every_file_of_the_three_fol
     with ZipFile(wheel) as archive:
         files = set(archive.namelist())
     assert {name.split("/")[0] for name in files if ".dist-info/" not in name} == {"offload"}
-    assert "offload/py.typed" in files
+    assert {"offload/py.typed", "offload/telemetry/page.html"} <= files
     source = {path.relative_to(ROOT).as_posix() for path in (ROOT / "offload").rglob("*.py")}
     for folder in ("parallel", "moe"):
         source |= {f"offload/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / folder).rglob("*.py")}
@@ -51,7 +51,7 @@ def test_the_wheels_metadata_is_complete_and_its_version_the_packages(wheel: Pat
     assert metadata.get_payload() == (ROOT / "README.md").read_text()
     needed = [line for line in metadata.get_all("Requires-Dist") or () if "extra ==" not in line]
     names = {re.match(r"[\w-]+", line)[0] for line in needed}  # type: ignore[index]
-    assert names == {"torch", "numpy", "safetensors", "tabulate", "tqdm"}
+    assert names == {"torch", "jinja2", "numpy", "safetensors", "tabulate", "tqdm"}
 
 
 NAMES = """
