@@ -21,6 +21,7 @@ from offload.client import Client
 from offload.errors import WeightFileError
 from offload.params.watched import Watched
 from offload.process import existing_manager
+from offload.telemetry.progress import progress
 from offload.weights.files import Stored, TensorSource, stored_tensors
 from offload.weights.gradients import GradientStream
 from offload.weights.stream import WeightStream
@@ -83,9 +84,15 @@ def load_weights(
         for _ in _fitting(stored, targets):  # views of the files, of which nothing is read
             pass
     buffers = _computed_buffers(model)
-    with torch.inference_mode(False), torch.no_grad():
+    number = sum(key in targets for key in stored) + len(buffers)
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        progress("load_weights", number, "tensor") as show,
+    ):
         for target, value in itertools.chain(_fitting(stored, targets), buffers):
             _place(target, value.to(target.dtype), streams.get(id(target)))
+            show(1)
     for client in _clients():
         if isinstance(client, GradientStream):
             client.values_came()

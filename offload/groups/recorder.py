@@ -96,8 +96,6 @@ class Recorder:
         with engine.lock:
             self._sample()
             self.stop()
-            if engine.transfers.stalls is not self._stalls[0][0]:  # the step has ended meanwhile
-                self._stalls.append((engine.transfers.stalls, 0))
             end = device.record(device.compute, timed=True)
             for lane in (device.compute, device.d2h, device.h2d):
                 device.synchronize(device.record(lane))
@@ -193,6 +191,8 @@ class Recorder:
         count, and a copy does not change, is counted anew."""
         device, engine = self._device, self._engine
         with engine.lock:
+            if engine.transfers.stalls is not self._stalls[-1][0]:  # a step has ended meanwhile
+                self._stalls.append((engine.transfers.stalls, 0))
             event = self._now()
             # the engine counts freed blocks out at its next call; what a copy still uses is not free
             freed_bytes = sum(

@@ -10,6 +10,7 @@ Every method is called with the arena's lock held, and releases the lock while i
 
 from __future__ import annotations
 
+import sys
 import threading
 
 from offload.device.base import Device, HostMemory
@@ -17,6 +18,7 @@ from offload.errors import HostBudgetError, OffloadError
 from offload.memory.budget import HostBudget
 from offload.memory.free_ranges import FreeRanges, PendingEvents, round_up
 from offload.sizes import bytes_text
+from offload.telemetry.progress import progress
 from offload.telemetry.speaker import speaker
 
 __all__ = ["PAGE_BYTES", "Growth"]
@@ -25,6 +27,9 @@ logger = speaker(__name__)
 
 PAGE_BYTES = 4096
 """The finest growth, used where rounding up to a whole registration would break the budget."""
+
+_SHOWN_BYTES = 8 * 10**9
+"""What takes half a second or more on the calling thread has a bar."""
 
 
 class Growth:
@@ -234,10 +239,14 @@ class Growth:
         self._changed.release()
         try:
             unpinned = self._reserve_budget(nbytes, registration_bytes)
-            while unpinned and not self._stopping:
-                memory = self._device.host_memory(min(slab_bytes, unpinned), registration_bytes)
-                with self._changed:
-                    unpinned -= self._adopt(memory)
+            least = _SHOWN_BYTES if threading.current_thread() is not self._thread else sys.maxsize
+            with progress("pinning host memory", unpinned, "B", least=least) as show:
+                while unpinned and not self._stopping:
+                    memory = self._device.host_memory(min(slab_bytes, unpinned), registration_bytes)
+                    with self._changed:
+                        adopted = self._adopt(memory)
+                        unpinned -= adopted
+                    show(adopted)
         finally:
             self._changed.acquire()
             self._pinning = False

@@ -19,6 +19,7 @@ from offload.device.rows import quantize_rows
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.ids import Owner
+from offload.telemetry.progress import progress
 from offload.transfer.admission import Priority
 from offload.weights.residency import Residency
 from offload.weights.saves import pack
@@ -72,9 +73,11 @@ class Parameters:
                         value = weight.parameter.data
                     self.write_int8(weight, value)
                     del value
-            for weight in weights:
-                self._take_in(weight)
-                taken.append(weight)
+            with progress("weights to the host", len(weights), "weight") as show:
+                for weight in weights:
+                    self._take_in(weight)
+                    taken.append(weight)
+                    show(1)
         except BaseException:
             self._synchronize()
             for each in weights[len(taken) :]:

@@ -41,6 +41,7 @@ ROWS: Mapping[str, Callable[[RowContext], Row]] = {
     "ours_attention": ours.ours_attention,
     "ours_all": ours.Ours,
     "ours_kept": ours.OursKept,
+    "ours_traced": ours.OursTraced,
     "ours_inputs": ours.OursBlockInputs,
     "ours_hidden_states": ours.OursHiddenStates,
     "ours_selective": ours.OursSelective,
@@ -85,7 +86,7 @@ DEFAULT_ROWS: Mapping[str, tuple[str, ...]] = {
         "megatron_all",
     ),
 }
-LIMITED_ROWS = ("ours_all", "ours_selective", "ours_auto")
+LIMITED_ROWS = ("ours_all", "ours_selective", "ours_auto", "ours_traced")
 """Rows that run once for each device limit."""
 _MOST_LATE_STEPS = 60
 """Beyond the warm-up, for a row whose plan takes its time."""
@@ -214,6 +215,8 @@ def _steps(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
         # each is an upper bound: a timed step may wait for the launch queue, and a machine is busy elsewhere
         result["issue_ms"], result["issue_collector_ms"] = min(drained + timed)
         result["drained_host_ms"] = [ms for ms, _ in drained]
+    if isinstance(row, ours.OursTraced):
+        result["tracing"] = _traced(row, clock, samples)
     if request.host_profile:
         result["host_profile"] = profiling.profile_host(row, clock)
     if request.profile:
@@ -221,6 +224,28 @@ def _steps(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
     if request.gradients and request.reference is not None:
         result["gradients"] = _gradients(request, row, clock, Path(request.reference))
     return result
+
+
+def _traced(row: Row, clock: Clock, samples: int) -> dict[str, float]:
+    """What a step costs inside `offload.tracing()`, and without, in turns; and what it writes."""
+    import offload
+
+    costs: dict[bool, list[StepCost]] = {False: [], True: []}
+    for number in range(samples):
+        costs[False].append(numbered_step(row, clock, number))
+        with offload.tracing() as trace:
+            costs[True].append(numbered_step(row, clock, number))
+    with tempfile.TemporaryDirectory() as folder:
+        trace.save(Path(folder) / "step.json")
+        nbytes = (Path(folder) / "step.json").stat().st_size
+    return {
+        "step_ms": median([cost.step_ms for cost in costs[True]]),
+        "untraced_step_ms": median([cost.step_ms for cost in costs[False]]),
+        "host_ms": median([cost.host_ms for cost in costs[True]]),
+        "untraced_host_ms": median([cost.host_ms for cost in costs[False]]),
+        "spans": len(trace.timeline.spans),
+        "file_bytes": nbytes,
+    }
 
 
 def _plain_ms(context: RowContext, clock: Clock) -> float:

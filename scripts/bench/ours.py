@@ -191,6 +191,10 @@ class OursKept(Ours):
         return super()._given() | {"activation_offload_fraction": 0.0, "host_reserve_bytes": 0}
 
 
+class OursTraced(Ours):
+    """ours_all, and after its timed steps others, of which every second one is recorded (child.py)."""
+
+
 class OursBlockInputs(Ours):
     """Each block checkpointed, and each block's input in a group of its own."""
 

@@ -289,6 +289,13 @@ def notes_lines(
         parts.append(f"it said: {result['stderr'].strip().splitlines()[-1][:200]}")
     if "plain_ms" in result:
         parts.append(over_plain(result))
+    if "tracing" in result:
+        found = result["tracing"]
+        parts.append(
+            f"traced {found['step_ms']:.1f} ms, in turns with {found['untraced_step_ms']:.1f} "
+            f"({found['step_ms'] / found['untraced_step_ms']:.4f}); its host {found['host_ms']:.0f} ms and "
+            f"{found['untraced_host_ms']:.0f}; {found['spans']:.0f} spans, {found['file_bytes'] / 1e6:.2f} MB"
+        )
     if not engine:
         return [f"  {label}: " + "; ".join(parts)] if parts else []
     total, saved = result["options"].get("total_limit_bytes"), result.get("saved_limit_bytes")

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 _STDERR_CHARACTERS = 4000
 NEEDS_GPU = "these figures need a CUDA GPU; --tiny runs the script on the CPU and the simulated device"
@@ -116,16 +117,27 @@ def outcome_of_process(
     # cuBLAS reads this once, when a process first uses it: the rows that compare gradients need it
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
     command = [*(launcher or [sys.executable]), str(script), "--child", str(folder)]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False
-        )
-    except subprocess.TimeoutExpired:
+    what = getattr(request, "label", "") or type(request).__name__
+    pipe = subprocess.PIPE
+    with (
+        tqdm(desc=what, bar_format="{desc}: {elapsed}", leave=False, disable=None) as bar,
+        subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process,
+    ):
+        ends, errors = time.monotonic() + timeout_s, None
+        try:
+            while errors is None and time.monotonic() < ends:
+                with suppress(subprocess.TimeoutExpired):
+                    _, errors = process.communicate(timeout=min(1.0, timeout_s))
+                bar.refresh()
+        finally:
+            if errors is None:
+                process.kill()
+    if errors is None:
         return {"status": "failed", "reason": f"took longer than --row-timeout-s {timeout_s:.0f}"}
-    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-    died = {"status": "failed", "reason": f"process ended with {done.returncode}: {last}"}
+    last = (errors.strip().splitlines() or ["no output"])[-1]
+    died = {"status": "failed", "reason": f"process ended with {process.returncode}: {last}"}
     result: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else died
-    result["stderr"] = done.stderr[-_STDERR_CHARACTERS:]
+    result["stderr"] = errors[-_STDERR_CHARACTERS:]
     return result
 
 
