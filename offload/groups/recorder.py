@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from offload.compile.untraced import untraced
 from offload.device import Event
 from offload.device.sim import SimDevice
 from offload.groups.manager import GroupsManager
@@ -132,9 +133,10 @@ class Recorder:
         """A group's hooks open: its forward begins."""
         if not isinstance(scope, GroupScope) or self._device.is_capturing():
             return
-        self._end_reading()
         owner = f"{scope.chunk}/{scope.name}"
-        timed = _Timed("compute", "forward", scope.name, owner, self._sample())
+        event = self._sample() if self._reading is not None else self._sample(gradients=False)
+        self._end_reading(event)
+        timed = _Timed("compute", "forward", scope.name, owner, event)
         self._open.append(timed)
         self._spans.append(timed)
 
@@ -144,7 +146,7 @@ class Recorder:
     def closed(self, scope: Scope) -> None:
         """The latest hooks close."""
         if isinstance(scope, GroupScope) and self._open and not self._device.is_capturing():
-            self._open.pop().end = self._sample()
+            self._open.pop().end = self._sample(gradients=False)
 
     # -- the other observers ---------------------------------------------------------------------------------
     def _copied(self, direction: Direction, owner: Owner, nbytes: int, start: Event, end: Event) -> None:
@@ -154,41 +156,46 @@ class Recorder:
         kind: Kind = "spill" if out else "restore"
         self._spans.append(_Timed(lane, kind, name, owner.label, start, end, nbytes))
         if self._engine.at_work():  # else it is a thread of an optimizer, whose lane is its own
-            # the buffer of a restore is there, and not counted yet; saved tensors alone change no weight
             of_groups = owner.client == "groups"
-            self._sample(nbytes if of_groups and not out else 0, counts=not of_groups)
+            # the buffer of a restore is there, and not counted yet
+            more_bytes = nbytes if of_groups and not out else 0
+            self._sample(more_bytes, graphs=False, gradients=not of_groups)
 
     def _read(self, handle: Handle) -> None:
         group = handle.record.block.group
         if self._device.is_capturing() or (self._reading is not None and self._read_group == group):
             return
-        self._end_reading()
+        event = self._sample()
+        self._end_reading(event)
         self._read_group = group
         owner = f"{group.chunk}/{group.name}"
-        self._reading = _Timed("compute", "backward", group.name, owner, self._sample())
+        self._reading = _Timed("compute", "backward", group.name, owner, event)
         self._spans.append(self._reading)
 
-    def _end_reading(self) -> None:
+    def _end_reading(self, event: Event) -> None:
         if self._reading is not None:
-            self._reading.end = self._sample()
+            self._reading.end = event
             self._reading = None
 
+    @untraced
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._device.is_capturing():
-            self._end_reading()
-            timed = _Timed("compute", "optimizer", type(optimizer).__name__, "", self._sample())
+            event = self._sample()
+            self._end_reading(event)
+            timed = _Timed("compute", "optimizer", type(optimizer).__name__, "", event)
             self._stepping.append(timed)
             self._spans.append(timed)
 
+    @untraced
     def _step_ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._stepping and not self._device.is_capturing():
             self._optimizer_bytes = self._holdings.optimizer_bytes()
             self._stepping.pop().end = self._sample()
 
     # -- times and bytes -------------------------------------------------------------------------------------
-    def _sample(self, more_bytes: int = 0, *, counts: bool = True) -> Event:
-        """Note where bytes are; the event of this point of the compute lane. counts: what takes long to
-        count, and a copy does not change, is counted anew."""
+    def _sample(self, more_bytes: int = 0, *, graphs: bool = True, gradients: bool = True) -> Event:
+        """Note where bytes are; the event of this point of the compute lane. graphs, gradients: what they
+        hold may have changed, and is counted anew, which takes about 0.1 ms each."""
         device, engine = self._device, self._engine
         with engine.lock:
             if engine.transfers.stalls is not self._stalls[-1][0]:  # a step has ended meanwhile
@@ -200,8 +207,9 @@ class Recorder:
                 for block in engine.transfers.freed_blocks.copy()
                 if block.state in _HELD and (block.transfer is None or block.transfer.settled)
             )
-            if counts:
+            if graphs:
                 self._without_bytes = sum(block.nbytes for block in self._manager.living_blocks())
+            if gradients:
                 self._weights_bytes, self._gradient_bytes = self._holdings.weights_and_gradients()
             saved_bytes = engine.transfers.device_bytes - freed_bytes + more_bytes
             known_bytes = saved_bytes + self._weights_bytes + self._gradient_bytes + self._optimizer_bytes
