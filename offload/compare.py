@@ -116,7 +116,8 @@ class Comparison:
             for row in self.rows
         ]
         headers = ["apply(model, ...)", "step", "/ nothing", "peak", "pinned", "moved", "stalls", "why not"]
-        table = tabulate(cells, headers, disable_numparse=True)
+        widths = [None] * (len(headers) - 1) + [60]
+        table = tabulate(cells, headers, disable_numparse=True, maxcolwidths=widths)
         within = "" if self.within_bytes is None else f"within {bytes_text(self.within_bytes)}"
         return "\n".join(line for line in (within, self.link, table) if line)
 

@@ -64,12 +64,20 @@ def main(arguments: list[str] | None = None) -> int:
     can = any(not row.why_not for row in table.rows)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         if given.json:
-            print(json.dumps(table.as_dict() | {"best": table.best if can else None}, indent=1))
+            more = {"best": table.best if can else None, "simulated": bool(table.link)}
+            print(json.dumps(table.as_dict() | more, indent=1))
         else:
-            text = ", ".join(f"{name}={value!r}" for name, value in table.best.items()) if can else ""
             print(table)
-            print(f"take offload.apply(model, {text})" if can else "no mode can be taken")
+            print(_last_line(table) if can else "no mode can be taken")
     return TAKEN if can else NONE_CAN
+
+
+def _last_line(table: Comparison) -> str:
+    if table.link:
+        return "no GPU: a row without a reason works; which is fastest only a GPU shows"
+    return (
+        f"take offload.apply(model, {', '.join(f'{name}={value!r}' for name, value in table.best.items())})"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

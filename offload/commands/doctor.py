@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
+from shutil import get_terminal_size
 
 import torch
 from tabulate import tabulate
@@ -83,4 +84,5 @@ def _visible_gpus() -> tuple[list[str], tuple[str, str]]:
 def _table(lines: Sequence[Line]) -> str:
     rows = [[line.name, line.figure, line.verdict, line.setting] for line in lines]
     headers = ["", "figure", "verdict", "setting"]
-    return tabulate(rows, headers, disable_numparse=True, maxcolwidths=[None, 44, None, 48])
+    setting = max(28, get_terminal_size((120, 24)).columns - 74)  # beside the other columns
+    return tabulate(rows, headers, disable_numparse=True, maxcolwidths=[None, 40, None, setting])

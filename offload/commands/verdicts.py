@@ -124,7 +124,7 @@ def _link(gpu: Gpu) -> Line:
         )
     return _line(
         f"link {gpu.name}",
-        _rates_text([rates]),
+        f"{gpu.model}: {_rates_text([rates])}",
         not setting,
         setting,
         model=gpu.model,
@@ -242,7 +242,9 @@ def _huge_pages(host: Host) -> Line:
 
 def _maps(host: Host, gpus: Sequence[Gpu]) -> Line:
     if host.maps is None or host.most_maps is None:
-        return _line("mappings", "not in /proc", None, maps=host.maps, most_maps=host.most_maps)
+        return _line(
+            "mappings", "not in /proc", None, maps=host.maps, most_maps=host.most_maps, maps_per_gib=None
+        )
     figure, needed, each = f"{host.maps:,} of {host.most_maps:,}", host.maps + _SPARE_MAPS, None
     pinned = next((gpu for gpu in gpus if gpu.pinned_bytes and gpu.pinned_maps is not None), None)
     if pinned is not None:
@@ -251,8 +253,9 @@ def _maps(host: Host, gpus: Sequence[Gpu]) -> Line:
         needed += round(each * (host.pinnable_bytes or 0) / (1 << 30))
     good = needed <= host.most_maps
     setting = "" if good else f"sysctl -w vm.max_map_count={max(1 << 18, 2 * needed)}"
-    values = {"maps": host.maps, "most_maps": host.most_maps, "maps_per_gib": each}
-    return _line("mappings", figure, good, setting, **values)
+    return _line(
+        "mappings", figure, good, setting, maps=host.maps, most_maps=host.most_maps, maps_per_gib=each
+    )
 
 
 def _rates(rates: Sequence[Rates]) -> dict[str, float]:

@@ -197,6 +197,10 @@ def _ways_out(answer: DryRun, answers: Answers) -> list[str]:
         replicas = -(-state * (job.dp if job.zero else 1) // (limit - beside))
         said.append(f"- --zero 1 with --dp {replicas} or more cuts that state over the replicas")
     said.append(
+        f'- offload.apply(model, weights="host") has the {held.weights / GB:.1f} GB of weights on the host, '
+        "but for a few blocks (not planned here)"
+    )
+    said.append(
         f"- FSDP2 cuts weights, gradients and state ({held.total / GB:.1f} GB) over its ranks, and --tp and "
         "--pp do"
     )

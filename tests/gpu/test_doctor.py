@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,8 +50,8 @@ def test_every_gpu_has_its_link_and_pinning_its_rate(answer: dict[str, Any]) -> 
 def test_a_gpu_has_a_place_and_a_link_where_the_system_shows_them(answer: dict[str, Any]) -> None:
     values = answer["values"]
     numa, pcie = values["NUMA cuda:0"], values["PCIe cuda:0"]
-    assert numa["nodes"] >= 1
-    assert numa["thread_nodes"]
+    assert Path("/sys/devices/system/node").is_dir() == (numa["nodes"] >= 1)  # a sandbox may hide it
+    assert bool(numa["thread_nodes"]) == (numa["nodes"] >= 1)
     assert numa["node"] is None or 0 <= numa["node"] < 64
     if pcie:  # neither nvidia-ml-py nor /sys where a sandbox hides both
         assert 1 <= pcie["generation"] <= pcie["most_generation"] <= 7
@@ -61,5 +62,7 @@ def test_a_gpu_has_a_place_and_a_link_where_the_system_shows_them(answer: dict[s
 def test_what_was_pinned_is_counted_in_the_limits(answer: dict[str, Any]) -> None:
     values = answer["values"]
     assert 0 < values["host memory"]["pinnable_bytes"] <= values["host memory"]["memory_bytes"]
-    assert values["mappings"]["maps_per_gib"] is not None
-    assert 0 < values["mappings"]["maps"] < values["mappings"]["most_maps"]
+    maps = values["mappings"]
+    if maps["most_maps"] is not None:  # a sandbox may have no such limit
+        assert maps["maps_per_gib"] is not None
+        assert 0 < maps["maps"] < maps["most_maps"]

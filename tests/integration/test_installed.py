@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallel import plan as planner
 from tests.integration.test_readme import DOCS, README, examples
 from tests.integration.user_environment import ROOT, environment_of, run_in, wheel_of
 
@@ -79,15 +80,18 @@ def test_the_examples_of_the_readme_run_and_the_first_keeps_its_total(python: Pa
 
 
 def test_the_dry_run_plans_without_an_extra_and_says_at_once_what_a_picture_needs(
-    python: Path, tmp_path: Path
+    python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = ["--model", "llama3-8b", "--pp", "4", "--sequence", "4096", "--offload", "auto"]
     offload = str(python.with_name("offload"))  # the console script
     plan = [offload, "plan", *job]
-    whole = json.loads(run_in(python, tmp_path, *plan, "--json"))
-    least = {mode["mode"]: mode["device_bytes"] for mode in whole["modes"]}
+    assert planner.main([*job, "--json"]) == 0
+    modes = json.loads(capsys.readouterr().out)["modes"]
+    least = {mode["mode"]: mode["device_bytes"] for mode in modes}
     between = str((least["none"] + least["checkpoint"]) / 2e9)
-    assert "fits" in run_in(python, tmp_path, *plan, "--device-total-gb", between)
+    answer = json.loads(run_in(python, tmp_path, *plan, "--device-total-gb", between, "--json"))
+    assert answer["fits"]
+    assert answer["modes"] == modes, "the wheel says what the checkout does"
     said = run_in(python, tmp_path, *plan, "--plot", "step.png", code=2)
     assert said == (
         "a plot needs matplotlib, which is not installed: pip install matplotlib, or in a checkout "

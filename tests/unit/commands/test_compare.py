@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from offload.commands import compare
+from offload.compare import Compared, Comparison
 
 SCRIPT = """
 import sys
@@ -80,13 +82,24 @@ def test_the_table_and_the_line_to_take_are_printed_and_the_scripts_words_are_be
     assert "loading --lr 3\nbuilding\n" in said.err
     rows = [line for line in said.out.splitlines() if line.startswith("mode=")]
     assert [row.split()[0] for row in rows] == ["mode=False", "mode=True", "mode='checkpoint'"]
-    assert said.out.splitlines()[-1].startswith("take offload.apply(model, mode=")
+    if torch.cuda.is_available():
+        assert said.out.splitlines()[-1].startswith("take offload.apply(model, mode=")
+    else:
+        assert said.out.splitlines()[-1].startswith("no GPU: ")
+
+
+def test_on_a_gpu_the_last_line_is_the_call_to_write() -> None:
+    rows = [Compared(arguments={"mode": "groups", "weights": "host"}, steps=2, step_ms=2.0)]
+    rows.append(Compared(arguments={"mode": "auto"}, steps=2, step_ms=3.0))
+    expected = "take offload.apply(model, mode='groups', weights='host')"
+    assert compare._last_line(Comparison(tuple(rows))) == expected
 
 
 def test_the_json_has_the_rows_and_the_best(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main([f"{script}:with_state", "--modes", "True", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["best"] == {"mode": True}
+    assert answer["simulated"] is not torch.cuda.is_available()
     assert [row["arguments"] for row in answer["rows"]] == [{"mode": True}]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -14,6 +14,7 @@ from offload.commands.gpus import measure
 from offload.device.sim import SimDevice
 from offload.engine import OffloadEngine
 from offload.memory.budget import LocalHostBudget
+from offload.policy.actions import Rates
 from offload.transfer import link
 
 MIB = 1 << 20
@@ -43,13 +44,25 @@ def simulated(name: str) -> OffloadEngine:
 
 def test_each_link_is_measured_alone_and_all_at_once_and_pinning_once() -> None:
     engines: list[OffloadEngine] = []
+    order: list[str] = []
 
     def kept(name: str) -> OffloadEngine:
-        engines.append(simulated(name))
-        return engines[-1]
+        engine = simulated(name)
+        measured = engine.measure_link
+
+        def seen(line_up: Callable[[], None] | None = None) -> Rates | None:
+            order.extend([name] if line_up is None else [])
+            return measured(line_up)
+
+        engine.measure_link = seen  # type: ignore[method-assign]
+        engines.append(engine)
+        order.append(name)
+        time.sleep(0.05)
+        return engine
 
     found = measure([*RATES], pin_bytes=4 * MIB, patience_s=30, make=kept)
     assert [gpu.error for gpu in found] == ["", ""]
+    assert order[0] == order[1] != order[2] == order[3], "nobody begins while another is alone"
     for gpu in found:
         for measured in (gpu.alone, gpu.together):
             assert measured is not None
@@ -85,7 +98,9 @@ def test_a_gpu_that_vanishes_is_an_error_and_the_other_has_its_figures(when: str
             engine.measure_link = second_fails  # type: ignore[method-assign, assignment]
         return engine
 
-    good, bad = measure([*RATES], pin_bytes=MIB, patience_s=30, make=make)
+    begun = time.monotonic()
+    good, bad = measure([*RATES], pin_bytes=MIB, patience_s=60, make=make)
+    assert time.monotonic() - begun < 40, "the other one waits for it no longer"
     assert bad.error.startswith("CUDA error: ")
     assert "\n" not in bad.error
     assert not bad.refused

@@ -69,6 +69,12 @@ def test_a_container_of_cgroup_v1_has_its_limit(tmp_path: Path) -> None:
 def test_without_a_limit_the_machine_is_the_limit(tmp_path: Path) -> None:
     found = read_host(tree(tmp_path, WHOLE | {"sys/fs/cgroup/pod/memory.max": "max\n"}))
     assert (found.container_bytes, found.free_bytes) == (None, 2_048_000_000)
+    none_of_v1 = {
+        "proc/self/cgroup": "4:memory:/",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+    }
+    found = read_host(tree(tmp_path / "v1", WHOLE | none_of_v1))
+    assert (found.container_bytes, found.free_bytes) == (None, 2_048_000_000)
 
 
 def test_what_is_not_there_or_cannot_be_read_is_unknown(tmp_path: Path) -> None:

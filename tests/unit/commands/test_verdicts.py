@@ -31,7 +31,9 @@ def test_a_good_machine_has_nothing_to_change() -> None:
         "versions", "link cuda:0", "PCIe cuda:0", "NUMA cuda:0", "pinning", "locked memory", "host memory",
         "huge pages", "mappings",
     ]  # fmt: skip
-    assert line("link cuda:0", host(), [gpu()]).figure == "55.3 GB/s out, 55.4 in, 102.5 both ways"
+    assert line("link cuda:0", host(), [gpu()]).figure == (
+        "NVIDIA H200: 55.3 GB/s out, 55.4 in, 102.5 both ways"
+    )
 
 
 def of_gpu(**figures: Any) -> tuple[Host, list[Gpu]]:
