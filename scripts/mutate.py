@@ -356,9 +356,11 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="show the faults and run nothing")
     given = parser.parse_args()
     faults = planted(ROOT, given.folders, given.count, given.seed)[given.start :]
+    # of the source as it is now: somebody may edit it meanwhile
+    diffs = {fault: fault.diff((ROOT / fault.path).read_bytes()) for fault in faults}
     if given.list:
         for fault in faults:
-            print(f"{fault.path}:{fault.line}: {fault.kind}\n{fault.diff((ROOT / fault.path).read_bytes())}")
+            print(f"{fault.path}:{fault.line}: {fault.kind}\n{diffs[fault]}")
         return 0
     survivors = 0
     try:
@@ -367,7 +369,7 @@ def main() -> int:
             what = "SURVIVED" if result.survived else "killed"
             print(f"{what} {fault.path}:{fault.line}: {fault.kind} ({result.said})", flush=True)
             if result.survived:
-                print(fault.diff((ROOT / fault.path).read_bytes()), flush=True)
+                print(diffs[fault], flush=True)
     except RuntimeError as error:
         print(error)
         return 2

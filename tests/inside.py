@@ -46,6 +46,11 @@ def impose(engine: OffloadEngine, **caps: int | None) -> Contributor:
     return _imposed[engine]
 
 
+def holds_lock(engine: OffloadEngine) -> bool:
+    """Whether this thread has what threads of an engine take turns by."""
+    return bool(engine.lock._is_owned())  # type: ignore[attr-defined]
+
+
 def checksum_of(block: Block) -> int:
     """What an audit compares: of a host block's bytes."""
     return transfers._checksum(block)

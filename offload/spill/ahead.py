@@ -255,7 +255,6 @@ class ForecastOrder(ActivationScheduler):
         block = handle.record.block
         if block.unread == 0 and self.readings.is_due_after_read(block.nbytes) and self.can_take():
             self.readings.read()
-            self._settle_above()
             if self.budget.above_high_watermark():
                 self._hold_mark(self.budget.high_bytes, self.budget.last_bytes)
 

@@ -21,6 +21,7 @@ from offload import (
     step_end,
 )
 from offload.memory.budget import LocalHostBudget
+from tests.inside import holds_lock
 from tests.unit.groups.stack import (
     HELD,
     NAMES,
@@ -163,13 +164,16 @@ def test_delayed_groups_are_flushed_once_in_the_order_of_their_commits(
     manager: PipelineOffloadManager,
 ) -> None:
     ran: list[tuple[str, list[Tensor]]] = []
+    held: list[bool] = []
     tensor = torch.ones(1)
     manager.push_offload_groups(lambda forced: ran.append(("first", forced)), [tensor])
     manager.push_offload_groups(lambda forced: ran.append(("second", forced)))
+    manager.push_offload_groups(lambda forced: held.append(holds_lock(manager.engine)))
     assert ran == []
     manager.flush_delayed_groups()
     manager.flush_delayed_groups()
     assert ran == [("first", [tensor]), ("second", [])]
+    assert held == [True], "other threads wait"
 
 
 @pytest.mark.req("S2-32")

@@ -637,3 +637,28 @@ def test_groups_with_and_without_amsgrad_share_a_bucket(share: float) -> None:
         )
     )
     assert_same_bits(found, expected)
+
+
+def test_without_a_gradient_the_norm_is_a_zero_as_torchs() -> None:
+    model = net()
+    optimizer = hybrid(model, offload_fraction=1.0)
+    norm, torchs = optimizer.clip_grad_norm_(1.0), nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert (norm.shape, norm.dtype, float(norm)) == (torchs.shape, torchs.dtype, float(torchs))
+    optimizer.close()
+
+
+def test_what_a_state_dict_has_beside_tensors_is_a_copy_of_it() -> None:
+    class Noting(AdamW):
+        def step(self, closure: Any = None) -> Any:
+            found = super().step(closure)
+            for entry in self.state.values():
+                entry.setdefault("seen", []).append(1)
+            return found
+
+    model = net()
+    optimizer = hybrid(model, offload_fraction=1.0, cpu_share=1.0, cpu_optimizer_cls=Noting)
+    train(model, optimizer, 1)
+    saved = optimizer.state_dict()["state"][0]["seen"]
+    train(model, optimizer, 1)
+    assert (saved, optimizer.state_dict()["state"][0]["seen"]) == ([1], [1, 1])
+    optimizer.close()

@@ -40,6 +40,7 @@ def test_an_int_means_that_count_for_every_class() -> None:
     ("sizes", "counts", "message"),
     [
         ((1, 2), (1,), "1 counts for 2 class sizes"),
+        ((1,), (1, 2), "2 counts for 1 class sizes"),
         ((2, 1), 1, "ascending"),
         ((1, 1), 1, "ascending"),
         ((0, 1), 1, "positive"),

@@ -15,6 +15,7 @@ from offload.errors import OffloadError
 from offload.saved.handles import Handle, Passed
 from offload.spill.registry import ActivationState
 from offload.spill.runtime import ActivationRuntime
+from tests.inside import holds_lock
 from tests.unit.spill.training import (
     EXECUTORS,
     MIB,
@@ -283,7 +284,11 @@ def test_a_finalized_spill_has_given_its_device_memory_back() -> None:
             before = meter.allocated()
             spilling = list(runtime.registry.iter_spilling())
             assert sum(record.nbytes for record in spilling) == TENSOR
-            runtime.transfer.finalize_all_spills(spilling)
+            held: list[bool] = []
+            runtime.transfer.finalize_all_spills(
+                record for record in spilling if not held.append(holds_lock(engine))
+            )
+            assert held == [True], "other threads wait"
             assert before - meter.allocated() == TENSOR
             assert list(runtime.registry.iter_spilling()) == []
         del outputs

@@ -483,8 +483,9 @@ def test_a_runtime_that_is_gone_leaves_the_engine_as_it_was(closed: bool) -> Non
     if closed:
         runtime.close()
         runtime.close()
-        with pytest.raises(OffloadError, match="was closed; build another one"):
-            runtime.managed_forward()
+        for name in ("managed_forward", "step_end"):
+            with pytest.raises(OffloadError, match="was closed; build another one"):
+                getattr(runtime, name)()
     del runtime
     gc.collect()
     assert gone() is None
