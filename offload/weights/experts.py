@@ -87,7 +87,7 @@ class ExpertWeight(Streamed):
             straight = weight.parameter.detach()
             self.views = straight, straight.transpose(1, 2)
         device.free(weight.storage)
-        super().__init__(whole, self.parent, straight, not {"product"} & (weight.uses or set()))
+        super().__init__(whole, straight, not {"product"} & (weight.uses or set()))
         for view in self.views:
             watch(view, weight)
             weight.watch_alias(view)
@@ -153,10 +153,8 @@ class ExpertWeight(Streamed):
                 # where the rows of each expert end, without numbers of the host's, which would wait on `h2d`
                 offs = torch.stack([lengths[expert] for expert in experts]).cumsum(0, dtype=ends.dtype)
                 y = torch._grouped_mm(x_piece, w.transpose(1, 2) if transposed else w, offs=offs)
-                if experts == used:
-                    return y
                 found |= zip(experts, y.split([counts[expert] for expert in experts]), strict=True)
-        return torch.cat([found[expert] for expert in used])
+        return y if experts == used else torch.cat([found[expert] for expert in used])
 
     def _rows(self, experts: list[int]) -> Tensor:
         """A copy of these matrices, as indexing makes it."""

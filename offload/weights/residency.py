@@ -64,7 +64,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from offload.device import CopyPair, Device
+from offload.device import CopyPair, Device, Event
 from offload.device.rows import expand_rows
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
@@ -205,20 +205,23 @@ class Residency:
 
     def is_far_ahead(self, coming: BlockWeights) -> bool:
         """Whether the limits of weights that are fetched ahead refuse one more."""
+        unused = (each for each in self.blocks if each.present and not each.readers and each is not coming)
+        return self.refuses(coming.link_bytes, ((each.link_bytes, each.arrived) for each in unused))
+
+    def refuses(self, nbytes: int, unused: Iterable[tuple[int, Event | None]]) -> bool:
+        """Whether those limits refuse so many bytes beside unused ones, with the events of their arrival."""
         limits, poll = self._engine.limits, self.device.poll
         ahead, in_flight = limits.weights_ahead_bytes, limits.weights_in_flight_bytes
         of_kind = limits.kind_ahead_bytes
         if ahead is None and in_flight is None and of_kind is None:
             return False
-        unused = [each for each in self.blocks if each is coming or (each.present and not each.readers)]
-        under_way = [
-            each for each in unused if each.arrived is None or not (each.present and poll(each.arrived))
-        ]
-        unused_bytes = sum(each.link_bytes for each in unused)
-        if of_kind is not None and unused_bytes > of_kind and len(unused) > 1:
+        unused = [*unused]
+        total = nbytes + sum(size for size, _ in unused)
+        if of_kind is not None and total > of_kind and unused:
             return True
-        return (ahead is not None and unused_bytes > ahead) or (
-            in_flight is not None and sum(each.link_bytes for each in under_way) > in_flight
+        return (ahead is not None and total > ahead) or (
+            in_flight is not None
+            and nbytes + sum(size for size, event in unused if event is None or not poll(event)) > in_flight
         )
 
     def _count(self, nbytes: int) -> None:

@@ -93,8 +93,8 @@ class Streamed:
     | buffer, kept | memory for those that stay, and which it has | `Window` |
     """
 
-    def __init__(self, whole: BlockWeights, parent: BlockWeights, like: Tensor, indexed: bool) -> None:
-        self.whole, self.parent, self.indexed = whole, parent, indexed
+    def __init__(self, whole: BlockWeights, like: Tensor, indexed: bool) -> None:
+        self.whole, self.indexed = whole, indexed
         self.weight = whole.weights[0]
         self._dtype, self._device = like.dtype, like.device
         self._shape, self._stride = like.shape[1:], like.stride()
@@ -157,10 +157,9 @@ class Window:
         self._slots: list[_Slot] = []
         self._number = self._slot_bytes = 0
         self._order = Order()
-        self._due: dict[Streamed, float] = {}  # the place of each weight's next use; none: not foreseen
+        self._due: dict[Streamed, int] = {}  # the place of each weight's next use; none: not foreseen
         self._pending: list[_Slot] = []  # of the use under way
-        self._ahead: deque[tuple[float, Streamed, list[int]]] = deque()
-        self._indexed: object = None  # the block and the pass in which [] is used
+        self._ahead: deque[tuple[int, Streamed, list[int]]] = deque()
 
     @property
     def nbytes(self) -> int:
@@ -178,13 +177,13 @@ class Window:
         self.weights, self._order = [*weights], Order()
         for place, each in enumerate(self.weights):
             each.place = place
-        self._due, self._indexed = {}, None
+        self._due = {}
 
     def share(self, nbytes: int) -> None:
         """nbytes: of what may be on the device. Half is the slots', the rest the weights' by size.
         Order: [Order: experts gone]."""
         largest = max((each.each for each in self.weights), default=1)
-        nbytes -= 2 * largest * any(each.indexed for each in self.weights)  # for copies that [] gives
+        nbytes -= 2 * largest * any(each.indexed for each in self.weights)  # for two copies that [] gives
         nbytes = min(nbytes, self.nbytes * _OF_ROOM // (_OF_ROOM - 1) + _SLOTS * largest)
         self._slot_bytes = largest * max(1, nbytes // (_OF_ROOM * _SLOTS * largest))
         self._number = min(_SLOTS, max(1, nbytes // self._slot_bytes)) if self.weights else 0
@@ -206,15 +205,11 @@ class Window:
         for each in self.weights:
             each.buffer, each.kept = None, []
 
-    def _allocate(self, nbytes: int) -> Tensor | None:
-        """None where the device is full."""
+    def _allocate(self, nbytes: int) -> Tensor:
         lane = self._device.compute
         self.homes[id(lane)] = lane
-        try:
-            with torch.inference_mode(False):
-                return self._device.empty(nbytes)
-        except torch.OutOfMemoryError:
-            return None
+        with torch.inference_mode(False):
+            return self._device.empty(nbytes)
 
     def forget(self, weight: Streamed) -> None:
         """Its matrices on the device are old: its master is to be written, behind what the current lane does
@@ -264,6 +259,8 @@ class Window:
             matrices = weight.matrices(slot.flat, len(slot.experts))
             device.note_read(lane, matrices)
             slot.read, slot.unread = None, False
+            self._slots.remove(slot)
+            self._slots.append(slot)
             yield slot.experts, matrices
             self._keep(weight, slot.experts, matrices)
             slot.read = device.record(lane)
@@ -280,64 +277,43 @@ class Window:
     def _keep(self, weight: Streamed, experts: Sequence[int], matrices: Tensor) -> None:
         """Those of a slot that shall stay are copied to the weight's buffer, in the place of one that shall
         not."""
-        coming = [expert for expert in experts if expert in weight.favoured and expert not in weight.kept]
+        kept, device = weight.kept, self._device
+        coming = [expert for expert in experts if expert in weight.favoured and expert not in kept]
         if not coming:
             return
-        if weight.buffer is None and (flat := self._allocate(weight.stay * weight.each)) is not None:
-            weight.buffer = flat
         if weight.buffer is None:
-            weight.stay = 0
-            return
-        rows, old = weight.matrices(weight.buffer, weight.stay).unbind(), matrices.unbind()
-        pairs = []
+            try:
+                weight.buffer = self._allocate(weight.stay * weight.each)
+            except torch.OutOfMemoryError:
+                weight.stay, weight.favoured = 0, set()
+                return
+        places = []
         for expert in coming:
-            at = len(weight.kept)
-            if at < weight.stay:
-                weight.kept.append(expert)
-            else:
-                at = next(at for at, other in enumerate(weight.kept) if other not in weight.favoured)
-                weight.kept[at] = expert
-            pairs.append((rows[at], old[experts.index(expert)]))
+            leaves = (at for at, other in enumerate(kept) if other not in weight.favoured)
+            at = len(kept) if len(kept) < weight.stay else next(leaves)
+            kept[at : at + 1] = [expert]
+            places.append(at)
+        rows = weight.matrices(weight.buffer, weight.stay)
         with torch.no_grad():
-            torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs])
-        for to, _ in pairs:
-            self._device.note_write(self._device.compute, to)
+            torch._foreach_copy_(
+                [rows[at] for at in places], [matrices[experts.index(expert)] for expert in coming]
+            )
+        device.note_write(device.compute, rows)
 
     # -- what comes ------------------------------------------------------------------------------------------
-    def _group(self, weight: Streamed) -> list[Streamed]:
-        """With those that are used in turn with it."""
-        return [each for each in self.weights if each.parent is weight.parent] if weight.indexed else [weight]
-
     def _foresee(self, weight: Streamed, counts: Sequence[int], during: Pass) -> None:
         """The uses after this one, as far as the slots reach, and what they lack."""
-        is_new = not weight.indexed or self._indexed != (weight.parent, during)
-        self._indexed = (weight.parent, during) if weight.indexed else None
-        group, in_forward = self._group(weight), during is not Pass.BACKWARD
-        if is_new and in_forward:
-            for each in group:
-                each.tokens = [mean * _KEPT for mean in each.tokens]
-        if in_forward:
+        if during is not Pass.BACKWARD:  # which uses what its forward has used
             pairs = zip(weight.tokens, counts, strict=True)
-            weight.tokens = [mean + (1 - _KEPT) * count for mean, count in pairs]
+            weight.tokens = [_KEPT * mean + (1 - _KEPT) * count for mean, count in pairs]
             ranked = sorted(range(weight.number), key=weight.tokens.__getitem__, reverse=True)
             weight.favoured = {*ranked[: weight.stay]}
-        if not is_new:
-            return
         self._order.note(Use(weight.place, during))
         self._ahead.clear()
         self._due = {}
-        if weight.indexed:
-            self._look_at(group, 0.5)
         number = 0
         for place, index in enumerate(self._order.coming(), 1):
-            number += self._look_at(self._group(self.weights[index]), place)
-            if number >= self._number:
-                return
-
-    def _look_at(self, group: Collection[Streamed], place: float) -> int:
-        """How many slots a coming use takes."""
-        number = 0
-        for each in group:
+            each = self.weights[index]
             if each in self._due:
                 continue
             self._due[each] = place
@@ -346,7 +322,8 @@ class Window:
             chunks = self._chunks(each, [expert for expert in likely if expert not in here])
             self._ahead.extend((place, each, chunk) for chunk in chunks)
             number += len(chunks) + sum(slot.owner is each for slot in self._slots)
-        return number
+            if number >= self._number:
+                return
 
     def _fetch_ahead(self) -> None:
         while self._ahead:
@@ -354,22 +331,12 @@ class Window:
             here = self._here(weight)
             experts = [expert for expert in experts if expert not in here]
             if experts and weight.whole.weights and not weight.whole.present:
-                slot = None if self._is_far_ahead(len(experts) * weight.each) else self._spare(place)
+                unread = ((slot.nbytes, slot.arrived) for slot in self._slots if slot.unread)
+                far = self._residency.refuses(len(experts) * weight.each, unread)
+                slot = None if far else self._spare(place)
                 if slot is None or not self._fill(slot, weight, experts, Priority.SPECULATIVE):
                     return
             self._ahead.popleft()
-
-    def _is_far_ahead(self, nbytes: int) -> bool:
-        """Whether the limits of weights that are fetched ahead refuse so many more."""
-        limits, poll = self._engine.limits, self._device.poll
-        ahead, in_flight = limits.weights_ahead_bytes, limits.weights_in_flight_bytes
-        if ahead is None and in_flight is None:
-            return False
-        unread = [(slot.nbytes, slot.arrived) for slot in self._slots if slot.unread]
-        under_way = [(size, event) for size, event in unread if event is not None and not poll(event)]
-        return (ahead is not None and nbytes + sum(size for size, _ in unread) > ahead) or (
-            in_flight is not None and nbytes + sum(size for size, _ in under_way) > in_flight
-        )
 
     # -- slots -----------------------------------------------------------------------------------------------
     def _spare(self, place: float) -> _Slot | None:
@@ -377,23 +344,18 @@ class Window:
         no memory for a single one."""
 
         def due(slot: _Slot) -> float:
-            if slot.owner is None or slot in self._pending:
-                return 0 if slot.owner is not None else math.inf
-            return self._due.get(slot.owner, math.inf)
+            if slot.owner is None:
+                return math.inf
+            return 0 if slot in self._pending else self._due.get(slot.owner, math.inf)
 
-        found = max(self._slots, key=due, default=None)
-        is_free = found is not None and found.owner is None
-        if not is_free and len(self._slots) < self._number:
-            flat = self._allocate(self._slot_bytes)
-            if flat is None and not self._slots:
-                raise torch.OutOfMemoryError(
-                    f"{self._slot_bytes:,} bytes for experts' weights do not fit on the device; give "
-                    "weights= fewer bytes, or the model less to keep"
-                )
-            if flat is None:
+        found = max(self._slots, key=due, default=None)  # of equal ones that which was used first
+        if (found is None or found.owner is not None) and len(self._slots) < self._number:
+            try:
+                self._slots.append(found := _Slot(self._allocate(self._slot_bytes)))
+            except torch.OutOfMemoryError:
                 self._number = len(self._slots)
-            else:
-                self._slots.append(found := _Slot(flat))
+                if not self._slots:
+                    raise
         return found if found is not None and due(found) > place else None
 
     def _fill(self, slot: _Slot, weight: Streamed, experts: list[int], priority: Priority) -> bool:

@@ -141,7 +141,7 @@ def written(device: SimDevice, without: str | None) -> None:
 
 
 def on_other_lanes(device: SimDevice, without: str | None) -> None:
-    """Forwards on lanes that have waited for nothing, with other experts each; then the memory goes."""
+    """Forwards on lanes that have waited for nothing, with other experts in turn; then the memory goes."""
     model = Net(2, 6, False, None)
     models = model, copy.deepcopy(model)
     with streaming(device, model) as handle:
@@ -153,7 +153,8 @@ def on_other_lanes(device: SimDevice, without: str | None) -> None:
         lanes = [device.compute, *(device.new_compute_lane(f"side {number}") for number in range(2))]
         with torch.no_grad():
             for number in range(12):
-                counts = [[4 * (expert == (number + layer) % 6) for expert in range(6)] for layer in range(2)]
+                used = number // 3  # by all lanes, before others come in its place
+                counts = [[4 * (expert == (used + layer) % 6) for expert in range(6)] for layer in range(2)]
                 with device.use_lane(lanes[number % 3]):
                     x = torch.randn(4, WIDTH)
                     assert torch.equal(*(run(each, counts, x) for each in models))
