@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import html
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 
 import offload
 from offload.config import MODES
+from offload.memory.budget import DEFAULT_SHARE
+from offload.modules.watermark import marks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -184,3 +187,37 @@ def test_what_pages_say_of_costs_is_what_was_measured() -> None:
     assert [pair for pair in quoted if (float(pair[0]), float(pair[1])) not in rows] == []
     (sold,) = re.findall(r"\*\*([\d.]+) to ([\d.]+) GB of device memory for\s+(\d+)% more time\*\*", readme)
     assert {(float(sold[0]), 1.0), (float(sold[1]), 1 + int(sold[2]) / 100)} <= rows
+
+
+def test_versions_and_defaults_that_pages_give_are_those_of_the_code() -> None:
+    setup = (ROOT / "setup.py").read_text()
+    pythons = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', setup)
+    bounds = re.search(r'"torch>=2\.(\d+),<2\.(\d+)"', setup)
+    assert bounds is not None
+    torchs = f"torch 2.{bounds[1]} to 2.{int(bounds[2]) - 1}"
+    assert f"Python {' or '.join(pythons)}, {torchs}" in (ROOT / "README.md").read_text()
+    tested = f"Python {pythons[0]} or later (tested on {' and '.join(pythons)}), {torchs}"
+    assert tested in (DOCS / "getting-started.md").read_text()
+    assert f'python_requires=">={pythons[0]}"' in setup
+    assert f"None: {DEFAULT_SHARE:.0%} of the machine's memory" in (DOCS / "limits.md").read_text()
+    assert "stops: 15/16 of" in str(offload.apply.__doc__)
+    assert marks_of("16kB", None) == (16_000, 15_000)
+
+
+def test_the_quickstart_starts_a_rank_a_gpu_or_two_on_the_cpu_and_passes_arguments_on(tmp_path: Path) -> None:
+    """With an interpreter that says what it was asked to run; what runs is what test_train.py runs."""
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\ncase "$*" in *device_count*) echo "$GPUS" ;; "-c import torch") ;; -c*) echo 8 ;; '
+        '*) echo "$OMP_NUM_THREADS: $*" ;; esac\n'
+    )
+    python.chmod(0o755)
+    for gpus, ranks, threads in ((0, 2, 4), (1, 1, 8), (4, 4, 2)):
+        environment = {**os.environ, "OFFLOAD_PYTHON": str(python), "GPUS": str(gpus)}
+        environment.pop("OMP_NUM_THREADS", None)
+        command = [str(ROOT / "scripts" / "quickstart.sh"), "--steps", "50"]
+        said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        assert said == (
+            f"{threads}: -m torch.distributed.run --standalone --nproc-per-node {ranks} scripts/train.py "
+            "--preset tiny --steps 20 --check-end 5 --steps 50\n"
+        )
