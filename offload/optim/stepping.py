@@ -131,7 +131,8 @@ class HostedSteps:
             issued.put(bucket)
 
         done, issued = Latch(), self._issued
-        worker.submit_bucket(bucket.rank, is_ready, once, end)
+        parameters = bucket.members[0].index, bucket.members[-1].index
+        worker.submit_bucket(bucket.rank, parameters, is_ready, once, end)
         bucket.done = done
         self._untaken += 1
 

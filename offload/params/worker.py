@@ -8,6 +8,7 @@ wait that never ends.
 Buckets become ready in the order of the backward, last layers first, and the next forward wants the first
 layers first. So when the thread is free, it steps, of the buckets whose gradients are there, the one that the
 next forward needs first (`submit_bucket`): else nothing of what is left would be hidden behind the forward.
+Before that it steps the rest of a parameter that it has begun: a gradient takes memory until all is stepped.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class _Bucket(NamedTuple):
 
     rank: int
     number: int
+    parameters: tuple[int, int]
     is_ready: Callable[[], bool]
     step: Job
     done: Job
@@ -104,6 +106,7 @@ class Worker:
         self._buckets: list[_Bucket] = []
         self._numbers = itertools.count()
         self._chosen: _Bucket | None = None  # seen by the thread only
+        self._begun = -1  # the parameter that the last one ended with, or one before it
 
     def submit(self, job: Job, after: Job = _nothing) -> None:
         """Run `job` after those before it, then `after`, which also runs if the job fails or is dropped.
@@ -112,26 +115,34 @@ class Worker:
         self.start()
         self._shared.jobs.put((job, after))
 
-    def submit_bucket(self, rank: int, is_ready: Callable[[], bool], step: Job, done: Job) -> None:
+    def submit_bucket(
+        self, rank: int, parameters: tuple[int, int], is_ready: Callable[[], bool], step: Job, done: Job
+    ) -> None:
         """Run `step` once, and then `done`, which also runs if the step fails or is dropped. Blocks the host:
         never, but for the start of the thread, once. Raises as `start`; the bucket does not wait then.
 
         rank: in the order in which the next forward needs the buckets. is_ready: whether its gradients are
-            there; never blocks, and raises where the device is lost.
+            there; never blocks, and raises where the device is lost. parameters: the first and the last one
+            in it, of which other buckets may have parts.
         """
         self.start()  # first: a bucket without a job would be waited for for ever
         with self._lock:
-            bisect.insort(self._buckets, _Bucket(rank, next(self._numbers), is_ready, step, done))
+            bucket = _Bucket(rank, next(self._numbers), parameters, is_ready, step, done)
+            bisect.insort(self._buckets, bucket)
         self.submit(self._step_one, self._end_one)
 
     def _step_one(self) -> None:
-        """Step the ready bucket that is needed first; if none is ready, the one that was submitted first: the
-        backward makes gradients in that order."""
+        """Step the ready bucket with the rest of what is begun, else the one that is needed first; if none is
+        ready, the one that was submitted first: the backward makes gradients in that order."""
         self._before()
         with self._lock:
             alone = len(self._buckets) == 1
-            self._chosen = self._remove(next((b for b in self._buckets if alone or b.is_ready()), None))
-        self._chosen.step()
+            rest = (b for b in self._buckets if b.parameters[0] == self._begun)
+            ready = (b for b in itertools.chain(rest, self._buckets) if alone or b.is_ready())
+            self._chosen = chosen = self._remove(next(ready, None))
+            if chosen.parameters[0] != self._begun:
+                self._begun = chosen.parameters[1]
+        chosen.step()
 
     def _end_one(self) -> None:
         """End the chosen bucket, or the one that was submitted first: a job that was dropped, or that failed

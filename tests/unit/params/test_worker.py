@@ -20,6 +20,7 @@ class Desk:
         self.asked = 0
         self.lost = False
         self.log: list[str] = []
+        self.parameters: dict[int, tuple[int, int]] = {}  # by place; else one of its own
         self.worker = Worker("test", before=before)
         self._gate = threading.Event()
         self.worker.submit(lambda: self._gate.wait() and None, lambda: None)
@@ -34,7 +35,8 @@ class Desk:
             def done(place: int = place) -> None:
                 self.log.append(f"done {place}")
 
-            self.worker.submit_bucket(place, functools.partial(self.is_ready, place), one, done)
+            parameters = self.parameters.get(place, (place, place))
+            self.worker.submit_bucket(place, parameters, functools.partial(self.is_ready, place), one, done)
 
     def is_ready(self, place: int) -> bool:
         self.asked += 1
@@ -70,6 +72,15 @@ def test_one_that_becomes_ready_meanwhile_goes_past_those_that_wait() -> None:
     desk = Desk()
     desk.put(4, 3, 2, 1, step=lambda place: desk.ready.update({1, 2} if place == 4 else {}))
     assert desk.steps() == [4, 1, 2, 3]
+
+
+def test_a_parameter_that_is_begun_is_ended_first() -> None:
+    """Its gradient takes memory until then. What it ends with another one in begins nothing."""
+    desk = Desk()
+    desk.parameters = {3: (20, 30), 4: (30, 30), 5: (30, 40), 6: (40, 40)}
+    desk.ready = {3, 4, 5, 6}
+    desk.put(6, 5, 4, 3, 2, 1, step=lambda place: desk.ready.update({1, 2} if place == 3 else {}))
+    assert desk.steps() == [3, 4, 5, 1, 2, 6]
 
 
 def test_it_is_asked_after_the_wait_for_room_and_not_before() -> None:
@@ -138,8 +149,10 @@ def test_a_bucket_whose_worker_cannot_start_is_refused_and_does_not_wait(
                 r"raise the limit"
             ),
         ):
-            worker.submit_bucket(0, lambda: True, lambda: log.append("step 0"), lambda: log.append("done 0"))
-    worker.submit_bucket(1, lambda: True, lambda: log.append("step 1"), lambda: log.append("done 1"))
+            worker.submit_bucket(
+                0, (0, 0), lambda: True, lambda: log.append("step 0"), lambda: log.append("done 0")
+            )
+    worker.submit_bucket(1, (0, 0), lambda: True, lambda: log.append("step 1"), lambda: log.append("done 1"))
     worker.synchronize()
     worker.close()
     assert log == ["step 1", "done 1"]
