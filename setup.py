@@ -1,7 +1,12 @@
 """Packaging of `offload`, with the folders parallel/ and moe/ as two packages in it. One invariant: what a
 run needs is in `install_requires`, and nothing else is. The version is the one that offload/__init__.py
-states."""
+states.
 
+There is no public address yet. A release gives one to the build, OFFLOAD_ADDRESS=https://host/owner/name, for
+the project's URLs and the links of README. Without it, those that name files of the repository are text.
+"""
+
+import os
 import re
 from pathlib import Path
 
@@ -10,7 +15,22 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "offload/__init__.py").read_text(), re.MULTILINE)
 assert VERSION is not None, "offload/__init__.py states no __version__"
+ADDRESS = os.environ.get("OFFLOAD_ADDRESS", "").rstrip("/")
 BESIDE = find_packages(include=["parallel", "parallel.*", "moe", "moe.*"])
+
+
+def absolute(link: re.Match[str]) -> str:
+    """A link or a picture of README, by which the metadata's readers find what it names."""
+    picture, text, target = link.groups()
+    if not ADDRESS:
+        return "" if picture else text
+    return f"{picture}[{text}]({ADDRESS}/{'raw' if picture else 'blob'}/v{VERSION[1]}/{target})"
+
+
+RELATIVE = r"(!?)\[([^]]+)\]\((?!https?:|#)([^)\s]+)\)"
+README = re.sub(RELATIVE, absolute, (ROOT / "README.md").read_text(encoding="utf-8"))
+MAIN = "blob/main"
+PAGES = {"Documentation": f"{MAIN}/docs/index.md", "Changelog": f"{MAIN}/CHANGELOG.md", "Issues": "issues"}
 
 setup(
     name="pipeline-offload",
@@ -19,11 +39,11 @@ setup(
         "Moves activations, weights, gradients and optimizer state between GPU and "
         "pinned host memory while a model trains"
     ),
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=README,
     long_description_content_type="text/markdown",
     author="The pipeline-offload authors",
-    # no project_urls: there is no public address. README's relative links work in a repository only; once
-    # there is an address, they are to be made absolute here
+    url=ADDRESS or None,
+    project_urls={name: f"{ADDRESS}/{page}" for name, page in PAGES.items()} if ADDRESS else {},
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     keywords="pytorch training activation offload checkpointing pipeline-parallel optimizer memory",

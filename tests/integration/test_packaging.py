@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from email import message_from_string
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
+import setuptools
 
 import offload
 from tests.integration.user_environment import ROOT, environment_of, run_in, wheel_of
@@ -48,10 +51,28 @@ def test_the_wheels_metadata_is_complete_and_its_version_the_packages(wheel: Pat
     assert metadata["Requires-Python"] == ">=3.11"
     extras = {"test", "doctor", "plot", "plan", "bench", "docs"}
     assert set(metadata.get_all("Provides-Extra") or ()) == extras
-    assert metadata.get_payload() == (ROOT / "README.md").read_text()
+    assert not re.search(RELATIVE, str(metadata.get_payload()))
+    assert f"\n## {offload.__version__} " in (ROOT / "CHANGELOG.md").read_text()
     needed = [line for line in metadata.get_all("Requires-Dist") or () if "extra ==" not in line]
     names = {re.match(r"[\w-]+", line)[0] for line in needed}  # type: ignore[index]
     assert names == {"torch", "jinja2", "numpy", "safetensors", "tabulate", "tqdm"}
+
+
+RELATIVE = re.compile(r"\]\((?!https?://)")
+
+
+def test_a_build_that_is_given_an_address_has_absolute_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", given.update)
+    monkeypatch.setenv("OFFLOAD_ADDRESS", "https://host.example/owner/name/")
+    runpy.run_path(str(ROOT / "setup.py"))
+    text, readme = given["long_description"], (ROOT / "README.md").read_text()
+    assert not re.search(RELATIVE, text)
+    for target in re.findall(r"\]\(https://host\.example/owner/name/(?:blob|raw)/v[^/]+/([^)#]*)", text):
+        assert (ROOT / target).exists(), target
+    assert text.count("https://host.example/owner/name/raw/") == readme.count("![") > 0
+    assert re.sub(r"\]\([^)]*\)", "", text) == re.sub(r"\]\([^)]*\)", "", readme)
+    assert all(url.startswith("https://host.example/owner/name/") for url in given["project_urls"].values())
 
 
 NAMES = """
