@@ -3,6 +3,7 @@ rest of its memory; and the report adds up."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,9 +71,51 @@ def test_a_recorded_step_has_the_copies_that_were_counted_and_times_of_the_devic
         assert not timeline.simulated
         assert all(span.end_ms > span.start_ms for span in copies)
         weights = LAYERS * WIDTH * WIDTH * 4
-        assert all(sample.other_bytes >= weights for sample in timeline.memory)
+        assert all(sample.weights_bytes >= weights for sample in timeline.memory)
+        assert max(sample.gradient_bytes for sample in timeline.memory) >= weights
+        assert max(sample.other_bytes for sample in timeline.memory) > 0
+        active = torch.cuda.memory_stats()["active_bytes.all.peak"]
+        assert max(sum(sample.by_kind.values()) for sample in timeline.memory) <= active
     total = report().total
     assert total.saved_bytes == total.moved_bytes + total.kept_bytes == 5 * LAYERS * INPUT
     pytest.importorskip("matplotlib")
     offload.plot(tmp_path / "step.png", trace)
     assert (tmp_path / "step.png").stat().st_size > 10_000
+    report().save(tmp_path / "report.html", trace)
+    assert 20_000 < (tmp_path / "report.html").stat().st_size < 600_000
+    assert "Did it work?" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="a kernel that takes long")
+def test_the_host_waits_for_nothing_while_a_step_is_recorded(manager: PipelineOffloadManager) -> None:
+    """The device sleeps for a second before the step; the host has issued all of it before the sleep ends."""
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False, device=DEVICE) for _ in range(LAYERS))
+    train(layers, 4)
+    torch.cuda.synchronize()
+    slept = torch.cuda.Event()
+    with offload.tracing() as trace:
+        torch.cuda._sleep(2_000_000_000)
+        slept.record()
+        train(layers, 1)
+        assert not slept.query(), "the host was blocked until the device got there"
+    assert slept.query()
+    assert sum(span.kind == "forward" for span in trace.timeline.spans) == LAYERS
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="kernels and copies of a device")
+def test_copies_lie_where_a_profiler_of_the_same_step_has_them(
+    manager: PipelineOffloadManager, tmp_path: Path
+) -> None:
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False, device=DEVICE) for _ in range(LAYERS))
+    train(layers, 4)
+    with torch.profiler.profile() as profiler, offload.tracing() as trace:
+        train(layers, 1)
+    profiler.export_chrome_trace(str(tmp_path / "profile.json"))
+    trace.save(tmp_path / "both.json", profile=tmp_path / "profile.json")
+    events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
+    theirs = [each for each in events if each.get("cat") == "gpu_memcpy" and "DtoH" in each["name"]]
+    ours = [each for each in events if each.get("cat") == "spill"]
+    copies = [each for each in theirs if each["args"].get("bytes", INPUT) >= INPUT]
+    assert len(ours) == len(copies) > 0
+    for mine, its in zip(ours, sorted(copies, key=lambda each: each["ts"]), strict=True):
+        assert abs(mine["ts"] - its["ts"]) < 1_000, "microseconds"
