@@ -11,12 +11,14 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 import offload
 from offload.config import MODES
 from offload.memory.budget import DEFAULT_SHARE
+from offload.modules import watermark
 from offload.modules.watermark import marks_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,6 +204,9 @@ def test_versions_and_defaults_that_pages_give_are_those_of_the_code() -> None:
     assert f"None: {DEFAULT_SHARE:.0%} of the machine's memory" in (DOCS / "limits.md").read_text()
     assert "stops: 15/16 of" in str(offload.apply.__doc__)
     assert marks_of("16kB", None) == (16_000, 15_000)
+    with patch.object(watermark, "gpu_bytes", lambda: 16_000):
+        assert "None for high: \"90%\"" in " ".join(str(offload.apply.__doc__).split())
+        assert marks_of(None, None) == (14_400, 13_500)
 
 
 def test_the_quickstart_starts_a_rank_a_gpu_or_two_on_the_cpu_and_passes_arguments_on(tmp_path: Path) -> None:
