@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from offload.engine import OffloadEngine
 from offload.errors import HostBudgetError
@@ -79,6 +80,8 @@ def parts_of(
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
+    if is_lazy(tensor):  # which the first forward makes
+        return 0
     found = local_of(tensor)
     return found.numel() * found.element_size()
 

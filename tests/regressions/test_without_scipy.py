@@ -11,12 +11,12 @@ import json
 import sys
 from pathlib import Path
 
-import plan as plan_script
 import pytest
 import torch
 from torch import Tensor, nn
 
 import offload
+from parallel import plan
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +61,8 @@ def test_the_dry_run_plans_a_job_that_does_not_fit_as_it_is(
     config = tmp_path / "config.json"
     config.write_text(json.dumps(shape))
     job = ["--model", str(config), "--pp", "2", "--microbatches", "4", "--sequence", "1024"]
-    assert plan_script.main([*job, "--json"]) == 0
+    assert plan.main([*job, "--json"]) == 0
     least = {mode["mode"]: mode["device_bytes"] for mode in json.loads(capsys.readouterr().out)["modes"]}
     total_gb = (least["checkpoint"] + least["none"]) / 2e9
-    assert plan_script.main([*job, "--offload", "auto", "--device-total-gb", f"{total_gb}"]) == 0
+    assert plan.main([*job, "--offload", "auto", "--device-total-gb", f"{total_gb}"]) == 0
     assert "fits" in capsys.readouterr().out

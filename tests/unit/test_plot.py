@@ -152,7 +152,7 @@ def test_a_picture_names_groups_lanes_units_and_both_peaks(
         "to the device",
         "if nothing had left",
         "saved, with offload",
-        "device memory (kB)",
+        "device memory (",
         "copies simulated",
         "paler: backward",
     ):
