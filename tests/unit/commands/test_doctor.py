@@ -45,6 +45,7 @@ def test_without_a_gpu_the_code_is_3_and_the_reason_is_said(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert asked(gpus=[], huge_pages="never")[0] == 3
+    monkeypatch.setattr(torch.version, "cuda", None)
     assert doctor._visible_gpus()[1][0] == f"torch {torch.__version__} is built without CUDA"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

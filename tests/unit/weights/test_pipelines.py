@@ -63,6 +63,9 @@ def run(parts: list[nn.Module], stage: Any, schedule: Any) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="stages of one rank send to it, which an older gloo does not"
+)
 @pytest.mark.parametrize("mode", [None, "groups", "hidden_states"])
 @pytest.mark.parametrize(
     "schedule", [ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble]
