@@ -212,6 +212,9 @@ class Applied:
             model.to(where)  # and what did not stream
         if finish_state is not None:
             finish_state()
+        if (manager := marks.existing_manager()) is not None:
+            with manager.engine.lock:  # else what a backward has freed is lent until the step's end
+                manager.engine.transfers.reclaim_freed()
         self._root = None
         self._undo.close()
         taken = self._taken

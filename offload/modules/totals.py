@@ -58,7 +58,7 @@ def parts_of(
     resident = sum(nbytes for name, nbytes in here.items() if name not in streamed)
     resident += sum(_nbytes(each) for each in model.buffers() if choice is not None or each.device == where)
     stay = sum(nbytes for name, nbytes in here.items() if name in trained and name not in waiting)
-    wait = [_nbytes(model.get_parameter(name)) for name in waiting]
+    wait = {name: _nbytes(model.get_parameter(name)) for name in waiting}
     found = [Part("resident weights and buffers", resident)]
     if streamed:
         sizes = [

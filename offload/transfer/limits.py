@@ -25,6 +25,8 @@ says whose bound holds. tests/unit/test_one_owner_of_limits.py finds any other w
     weights_in_flight_bytes  streamed weights that are on their way to the device, when more is fetched ahead
     gradients_behind_bytes  gradients on the device that wait for their step in the backward; beyond it
                          compute waits for steps
+    gradients_window_bytes  of each model, gradients on the device at once of those that wait on the host; the
+                         three largest at least
 
 A client that is not there yet needs nothing else. An arbiter, or one that streams weights, takes a
 contributor of its own, changes its bounds between steps, and ends it. What is no number it answers as a
@@ -66,6 +68,7 @@ Cap = Literal[
     "weights_ahead_bytes",
     "weights_in_flight_bytes",
     "gradients_behind_bytes",
+    "gradients_window_bytes",
 ]
 
 DEFAULT, CONFIG, PLAN = "default", "config", "plan"
@@ -127,6 +130,7 @@ class Limits:
     weights_ahead_bytes: int | None
     weights_in_flight_bytes: int | None
     gradients_behind_bytes: int | None
+    gradients_window_bytes: int | None
 
     claimed_bytes: int
 

@@ -37,6 +37,7 @@ class Gradient(Weight):
         self._tensor: Callable[[], Tensor | None] = _nothing
         super().__init__(owner, name, module, attribute)
         self._tensor = self.returned = _nothing
+        self.let_go: Callable[[], Tensor | None] = _nothing  # that stays until a backward has added to it
         self.block = BlockWeights(index, name, device, [])
 
     @property

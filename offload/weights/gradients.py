@@ -1,13 +1,18 @@
 """The gradients of one model on the host: an accumulator comes to the device before torch adds to it, and
 goes back after.
 
+    the model's forward                    what its backward uses first is fetched
     before a parameter's AccumulateGrad    its gradient is on the device, or comes; what comes next is fetched
     after it                               it is final in this backward
-    in the next hook of any parameter      it goes: a copy to the host beside compute, its memory behind that.
-                                           Not in the same one: hooks that come after ours may still use it
-    the backward's end                     so goes the last; all of them where DistributedDataParallel reduces
+    in a later hook of any parameter       it goes, with others as one piece: a copy to the host beside
+                                           compute, its memory behind that. Not in the same hook: those that
+                                           come after ours may still use it
+    the backward's end                     so go the last; all of them where DistributedDataParallel reduces
                                            them then
     a use from outside                     through the class of what is watched, as of a streamed weight
+
+What compute executes for a copy (an event, a wait, the two points that time it) leaves a gap between kernels.
+So gradients come and go in pieces of about a sixth of the window, with one set of these each.
 
 One invariant: torch itself makes every addition, on the device and in its own order, so that the bits are its
 own. Bytes cross by `Residency`, whose ordering notes hold for gradients, too.
@@ -29,9 +34,10 @@ own. Bytes cross by `Residency`, whose ordering notes hold for gradients, too.
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -42,14 +48,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from offload.client import Client, weakly
-from offload.device import Lane
+from offload.device import Event, Lane
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError
 from offload.params.sections import check_budget
 from offload.telemetry.records import ClientStats
 from offload.telemetry.speaker import Once, speaker
-from offload.transfer.admission import Priority
-from offload.transfer.stalls import Stalls, total_ms
 from offload.weights.figures import GradientFigures
 from offload.weights.gradient import Gradient, may_leave
 from offload.weights.order import Order, Pass, Use
@@ -63,13 +67,25 @@ __all__ = ["GradientStream", "window_bytes"]
 
 logger = speaker(__name__)
 
-_WINDOW_SHARE = 16
-"""Of all gradients' bytes on the device at once, or the three largest: one goes, one is used, one comes."""
+_PIECES = 6
+"""Of a window: while compute uses one, two come and two go, each before the link is free for it."""
+
+_TO_FIRST_NUMBER = re.compile(r"(?:.*?\.)??\d+(?=\.)")
 
 
-def window_bytes(sizes: Sequence[int]) -> int:
-    """Of gradients of these bytes, on the device at once."""
-    return max(sum(sorted(sizes)[-3:]), sum(sizes) // _WINDOW_SHARE)
+def window_bytes(sizes: Mapping[str, int]) -> int:
+    """On the device at once, of gradients with these names and bytes. A backward makes those of a block in a
+    part of the time that the block takes, and the link has all of it for them: so there is room for those of
+    the block before, which go, and of the next, which come, and for the largest one, which is used. A block:
+    what has one name up to its first number. At most a quarter of all bytes, and at least the three
+    largest."""
+    blocks: Counter[str] = Counter()
+    for name, nbytes in sizes.items():
+        found = _TO_FIRST_NUMBER.match(name)
+        blocks[name if found is None else found[0]] += nbytes
+    largest = sorted(sizes.values())[-3:]
+    window = 2 * max(blocks.values(), default=0) + max(largest, default=0)
+    return max(sum(largest), min(window, sum(sizes.values()) // 4))
 
 
 class GradientStream(Client):
@@ -90,15 +106,16 @@ class GradientStream(Client):
             for path, _, attribute in [name.rpartition(".")]
             for module in [model.get_submodule(path)]
         ]
-        sizes = [gradient.nbytes for gradient in self.gradients]
         trained = [each for each in self.gradients if each.owner is not None and each.owner.requires_grad]
         total = sum(gradient.nbytes for gradient in trained)
         check_budget(engine.arena, total, f"the gradients of {self._model_name}", "leave gradients= out")
-        window = window_bytes(sizes)
+        sizes = {gradient.name: gradient.nbytes for gradient in self.gradients}
+        self._least_bytes, self._best_bytes = sum(sorted(sizes.values())[-3:]), window_bytes(sizes)
         self.blocks = [gradient.block for gradient in self.gradients]
-        self.residency = Residency(engine, self.name, self.blocks, window)
+        self.residency = Residency(engine, self.name, self.blocks, self._best_bytes)
         self.order = Order()
-        self.figures = GradientFigures(window_bytes=window)
+        self.figures = GradientFigures(window_bytes=self._best_bytes)
+        self._follow_limit()
         self.reduced_later = self.unused_are_read = False
         """Gradients are final when the backward has ended; then those of unused parameters are read, too."""
         for module in model.modules():
@@ -107,9 +124,8 @@ class GradientStream(Client):
         self._made: list[tuple[Gradient, Lane, bool]] = []
         # by graph task: what torch is about to add to, and the call at its end, which lives as long as it
         self._open: dict[int, tuple[list[Gradient], Callable[[], object]]] = {}
+        self._over: set[int] = set()  # blocks that the backward under way, or the last one, has used
         self._going: deque[BlockWeights] = deque()  # sent or read; that of longest ago first
-        self._moved = (0, 0)
-        self._stalls = Stalls(engine.device)
         self._said = Once()
         self._handles: dict[Gradient, tuple[RemovableHandle, RemovableHandle]] = {}
         self.removed = False
@@ -149,6 +165,9 @@ class GradientStream(Client):
         with self._lock:
             if torch._C._current_graph_task_id() == -1:  # no recompute
                 self._settle()
+                if torch.is_grad_enabled() and not self.removed:
+                    self._over.clear()
+                    self._fetch_ahead()
             for each in (module, getattr(DistributedDataParallel, "_active_ddp_module", None)):
                 self._note_replicas(each)
 
@@ -170,6 +189,8 @@ class GradientStream(Client):
         in the last backward."""
         if self.removed:
             return
+        self._say_set()
+        self._follow_limit()
         self._hook_trained()
         for task in [task for task, (_, at_end) in self._open.items() if at_end() is None]:
             self._backward_ends(task)
@@ -177,6 +198,34 @@ class GradientStream(Client):
             if gradient.known and not gradient.tensors:
                 self._retire(gradient)
         self._trim()
+
+    def _follow_limit(self) -> None:
+        cap = self._engine.limits.gradients_window_bytes
+        window = max(self._least_bytes, min(self._best_bytes, self._best_bytes if cap is None else cap))
+        self.residency.window_bytes = self.figures.window_bytes = window
+        self._piece_bytes = window // _PIECES
+
+    def _say_set(self) -> None:
+        """Once: gradients that no accumulation made. Those that were let go of stay, as that says."""
+        if self._open or ("set",) in self._said:
+            return
+        found = [
+            gradient.name
+            for gradient in self._handles
+            if not gradient.known
+            and (tensor := gradient.now) is not None
+            and tensor is not gradient.let_go()
+            and may_leave(tensor, self._device)
+            and has_own_storage(tensor)
+        ]
+        if found and self._said.first("set"):
+            logger.warning(
+                "%d gradients (the first: %s) were set as p.grad, not added to by a backward, as the "
+                "weight-gradient actions of zero-bubble schedules do: they stay on the device until a "
+                "backward adds to them. Use a schedule with whole backwards, or leave gradients= out",
+                len(found),
+                found[0],
+            )
 
     # -- backwards -------------------------------------------------------------------------------------------
     def _before(self, gradient: Gradient, _: Tensor) -> None:
@@ -186,9 +235,12 @@ class GradientStream(Client):
                 return
             task = torch._C._current_graph_task_id()
             if task not in self._open:
+                if not self._open:
+                    self._over.clear()
                 self._open[task] = [], self._at_end(task, last=False)
             if not self.reduced_later:
                 self._send_made(gradient)
+            self._over.add(gradient.block.index)
             found, block = gradient.now, gradient.block
             if gradient.is_owners:
                 self._use(gradient, Pass.BACKWARD)
@@ -231,34 +283,41 @@ class GradientStream(Client):
             self._made += [(gradient, self._device.compute, True) for gradient in opened]
             self._send_made(None)
 
-    def _send_made(self, but: Gradient | None) -> None:
-        made, self._made = self._made, []
+    def _send_made(self, coming: Gradient | None) -> None:
+        """What is made goes by the piece, but for what is used next; all of it where that is None."""
+        made = [each for each in self._made if each[0] is not coming]
+        if coming is not None and sum(gradient.nbytes for gradient, *_ in made) < self._piece_bytes:
+            return
+        self._made = [each for each in self._made if each[0] is coming]
+        piece: list[Gradient] = []
         for gradient, lane, was_brought in made:
-            if gradient is but:
-                self._made.append((gradient, lane, was_brought))
-                continue
             gradient.block.entered -= was_brought
-            if not gradient.block.entered:  # else another backward adds to it
-                self._send(gradient, lane)
+            # else another backward adds to it
+            if not gradient.block.entered and self._may_go(gradient, lane):
+                piece.append(gradient)
+                if sum(each.nbytes for each in piece) >= self._piece_bytes:
+                    self._go(piece)
+                    piece = []
+        self._go(piece)
         self._trim()
 
-    def _send(self, gradient: Gradient, lane: Lane) -> None:
-        """The parameter's gradient goes to the host, if it can. Order: [Order: weights out], [Order:
+    def _may_go(self, gradient: Gradient, lane: Lane) -> bool:
+        """Whether the parameter's gradient can go to the host, which follows it from here on. Order: [Order:
         gradients home]."""
         tensor, block = gradient.now, gradient.block
         if gradient.is_owners:
             gradient.dirty |= gradient.parameter._version != gradient.version
             if gradient.is_held_elsewhere:
                 self.let_go(gradient)
-                return
+                return False
             block.readers[id(lane)] = lane
         elif tensor is None or not may_leave(tensor, self._device):
-            return
+            return False
         elif not has_own_storage(tensor):
             # else an optimizer has taken it in the backward, or a hook has a view of it
             if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
                 self._say_shared(gradient)
-            return
+            return False
         else:
             self._retire(gradient)
             gradient.await_return()
@@ -274,16 +333,20 @@ class GradientStream(Client):
             gradient.dirty = True
         now = self._device.compute
         block.readers[id(now)] = now  # which reduced it, perhaps
-        self._go(block)
-        for each in gradient.tensors:
-            watch(each, gradient)
+        return True
 
-    def _go(self, block: BlockWeights) -> None:
-        if not block.entered and block.weights:
-            if any(weight.dirty for weight in block.weights):
-                self.gradients[block.index].await_return()
-            self.residency.write_back(block)
-            self._going.append(block)
+    def _go(self, gradients: Iterable[Weight]) -> None:
+        """Those that nobody uses are sent, as one piece, and watched. Order: [Order: weights out]."""
+        free = [each for each in gradients if each.block.weights and not each.block.entered]
+        for gradient in free:
+            if gradient.dirty:
+                self.gradients[gradient.block.index].await_return()
+        self.residency.write_back(*(gradient.block for gradient in free))
+        for gradient in free:
+            self._going.append(gradient.block)
+            assert isinstance(gradient, Gradient)
+            for tensor in gradient.tensors:
+                watch(tensor, gradient)
 
     # -- on the device, and off ------------------------------------------------------------------------------
     def _use(self, gradient: Weight, during: Pass) -> None:
@@ -296,14 +359,16 @@ class GradientStream(Client):
             )
         block = gradient.block
         is_new = self.order.note(Use(block.index, during))
+        if during is Pass.OUTSIDE:
+            self._over.clear()
         if not block.present:
             self._trim(block.nbytes)
             self.residency.make_room(block, self._going_indices, self.order.coming())
             self.figures.misses += 1
         self.residency.use(block, self.order.coming())
         block.entered += 1
-        if block.left is not None:
-            self._device.wait(self._device.compute, block.left, "gradients sent")
+        if block.left is not None and block.left_unseen:
+            self.residency.wait_for(self._device.compute, block.left, "gradients sent")
         if is_new:
             self._fetch_ahead((block.index,))
 
@@ -311,39 +376,35 @@ class GradientStream(Client):
     def _going_indices(self) -> set[int]:
         return {block.index for block in self._going}
 
-    def _fetch_ahead(self, stay: Collection[int]) -> None:
-        """Fetch what comes next, as long as there is room that nothing on its way out has."""
+    def _fetch_ahead(self, stay: Collection[int] = ()) -> None:
+        """Fetch what comes next, by the piece, as long as there is room that nothing on its way out has; and
+        in a backward no further than its end, because it may be the last one of a step."""
         if all(block.present or not block.weights for block in self.blocks):
             return
         self._trim()
-        seen = {*stay, *self._going_indices}
-        for index in self.order.coming():
-            block = self.blocks[index]
-            if index in seen:
-                continue
-            if not block.weights:  # one is about to be made, in the room that there is
-                return
-            seen.add(index)
-            if not block.present and not (
-                not self.residency.is_far_ahead(block)
-                and self.residency.make_room(block, seen, self.order.coming())
-                and self.residency.load(block, Priority.SPECULATIVE)
-            ):
-                return
+        self.residency.fetch_ahead(
+            self.order,
+            {*stay, *self._going_indices},
+            # one is about to be made, in the room that there is
+            is_end=lambda block: block.index in self._over or not block.weights,
+            piece_bytes=self._piece_bytes,
+        )
 
     def _trim(self, coming_bytes: int = 0) -> None:
         """Give back the memory of what has gone, all but that of the last, which the loop may use again. Half
         of the window is for what goes, however far the host is ahead of the device: where more does, compute
         waits for what has gone first. Order: [Order: weights gone]."""
         residency, going, window = self.residency, self._going, self.residency.window_bytes
+        piece: Event | None = None
         while going:
             block = going[0]
-            if block.present and not block.entered:
+            if block.present and not block.entered and (piece is None or block.left is not piece):
                 here, leave = residency.present_bytes, sum(each.nbytes for each in going if each.present)
                 is_full = here + coming_bytes > window or (2 * leave > window and len(going) > 1)
                 has_gone = block.left is None or self._device.poll(block.left)
                 if not (is_full and not self.reduced_later) and (not has_gone or len(going) == 1):
                     return
+            piece = block.left
             going.popleft()
             if block.may_leave and block not in going:
                 residency.drop(block)
@@ -368,22 +429,22 @@ class GradientStream(Client):
     @contextmanager
     def hold(self, weights: Collection[Weight]) -> Iterator[None]:
         """As Holder."""
-        held: list[BlockWeights] = []
+        held: list[Weight] = []
         close, admitted = open_saves(self._engine.hooks)
         try:
             with self._lock:
                 for gradient in dict.fromkeys(weights):
                     self._use(gradient, Pass.OUTSIDE)
                     gradient.block.pinned |= not admitted
-                    held.append(gradient.block)
+                    held.append(gradient)
             yield
         finally:
             if close is not None:
                 close()
             with self._lock:
-                for block in held:
-                    block.entered -= 1
-                    self._go(block)
+                for gradient in held:
+                    gradient.block.entered -= 1
+                    self._go((gradient,))
                     self._trim()
 
     def wrote(self, weight: Weight) -> None:
@@ -412,6 +473,7 @@ class GradientStream(Client):
                 weight.block.entered -= 1
                 for tensor in weight.tensors:
                     make_plain(tensor, for_good=True)
+                weight.let_go = weakref.ref(weight.parameter)
                 self.residency.present_bytes -= weight.block.nbytes
                 self._forget(weight)
 
@@ -438,20 +500,15 @@ class GradientStream(Client):
     def end_step(self) -> ClientStats:
         """As Client."""
         self._settle()
-        residency, figures = self.residency, self.figures
-        stalls, self._stalls, residency.stalls = self._stalls, residency.stalls, Stalls(self._device)
-        stall_ms = total_ms(self._device, stalls)
-        moved = residency.in_bytes, residency.out_bytes
-        if moved != self._moved:
+        moved, figures = self.residency.end_step(), self.figures
+        if moved.in_bytes or moved.out_bytes:
             figures.steps += 1
-            figures.in_bytes, figures.out_bytes = moved[0] - self._moved[0], moved[1] - self._moved[1]
-            figures.stall_ms = stall_ms
-        self._moved = moved
+            figures.in_bytes, figures.out_bytes, figures.stall_ms, _ = moved
         return ClientStats(
             lent_bytes=figures.host_bytes,
-            device_bytes=residency.present_bytes,
-            stall_ms=stall_ms,
-            stall_count=len(stalls),
+            device_bytes=self.residency.present_bytes,
+            stall_ms=moved.stall_ms,
+            stall_count=moved.stall_count,
         )
 
     def remove(self) -> None:

@@ -60,11 +60,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from offload.device import CopyPair, Device, Event
+from offload.device import CopyPair, Device, Event, Lane
 from offload.device.rows import expand_rows
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
@@ -72,13 +73,23 @@ from offload.ids import Owner
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.admission import Direction, Lease, Priority
-from offload.transfer.stalls import Stalls
+from offload.transfer.stalls import Stalls, total_ms
+from offload.weights.order import Order
 from offload.weights.policy import Policy
 from offload.weights.weight import BlockWeights, Weight
 
 __all__ = ["Residency"]
 
 logger = speaker(__name__)
+
+
+class Moved(NamedTuple):
+    """In a step: bytes to the device and to the host, and what compute waited."""
+
+    in_bytes: int
+    out_bytes: int
+    stall_ms: float
+    stall_count: int
 
 
 class Residency:
@@ -103,23 +114,80 @@ class Residency:
         self.stalls = Stalls(engine.device)
         self.present_bytes = self.present_bytes_peak = 0
         self._said = Once()
+        self._last_waits: dict[tuple[int, str], Event] = {}  # by lane and order
+        self._ended_stalls = Stalls(engine.device)
+        self._ended_bytes = 0, 0
+
+    def end_step(self) -> Moved:
+        """What the step did that ends; its stalls are of the one before."""
+        stalls, self._ended_stalls, self.stalls = self._ended_stalls, self.stalls, Stalls(self.device)
+        (before_in, before_out), self._ended_bytes = self._ended_bytes, (self.in_bytes, self.out_bytes)
+        moved = self.in_bytes - before_in, self.out_bytes - before_out
+        return Moved(*moved, total_ms(self.device, stalls), len(stalls))
 
     # -- in --------------------------------------------------------------------------------------------------
+    def fetch_ahead(
+        self,
+        order: Order,
+        stay: Collection[int],
+        *,
+        is_end: Callable[[BlockWeights], bool] = lambda block: False,
+        piece_bytes: int = 0,
+    ) -> None:
+        """Fetch what comes next, by the piece, as long as it fits beside what comes before it, while that is
+        expanded. is_end: of a block that is not fetched, nor what comes after it. piece_bytes: at least, but
+        for the last one."""
+        seen, before, expanding = set(stay), 0, 0  # bytes
+        piece: list[BlockWeights] = []
+        for index in order.coming():
+            if index in seen:
+                continue
+            block = self.blocks[index]
+            if is_end(block):
+                break
+            coming = sum(each.link_bytes for each in piece)
+            if not block.present:
+                expanding = max(expanding, block.expanded_bytes)
+                fits = before + block.link_bytes + expanding <= self.window_bytes
+                if not (block.keep or fits or not before) or self.is_far_ahead(block, *piece):
+                    break
+                if not self.make_room(block, seen, order.coming(), coming):
+                    break
+                piece.append(block)
+                if coming + block.link_bytes >= piece_bytes:
+                    if not self.load_all(piece, Priority.SPECULATIVE):
+                        return
+                    piece = []
+            seen.add(index)
+            if not block.keep:
+                before += block.held_bytes or block.link_bytes
+                expanding = max(expanding, block.expanded_bytes if block.staged else 0)
+            if len(seen) == len(self.blocks):
+                break
+        if piece:
+            self.load_all(piece, Priority.SPECULATIVE)
+
     def load(self, block: BlockWeights, priority: Priority) -> bool:
-        """Bring the block in, but for weights whose step is not issued: they are stale. False, and nothing
-        has moved, where there are such, or the policy, admission or the device's memory refuses, and it is
-        not REQUIRED. Order: [Order: weights room]."""
-        device, copier, owner = self.device, self._engine.copier, Owner(self._client, block.name)
-        if self.policy is not None and not self.policy.admit(block, priority):
+        """As `load_all`, of one block."""
+        return self.load_all((block,), priority)
+
+    def load_all(self, blocks: Sequence[BlockWeights], priority: Priority) -> bool:
+        """Bring the blocks in by one piece, but for weights whose step is not issued: they are stale. False,
+        and nothing has moved, where there are such, or the policy, admission or the device's memory refuses,
+        and it is not REQUIRED. Order: [Order: weights room]."""
+        device, owner = self.device, Owner(self._client, blocks[0].name)
+        if self.policy is not None and not all(self.policy.admit(block, priority) for block in blocks):
             return False
-        if priority < Priority.REQUIRED and any(weight.is_under_way for weight in block.weights):
+        # one whose module dies meanwhile is taken out by a finaliser
+        weights = [weight for block in blocks for weight in tuple(block.weights)]
+        if priority < Priority.REQUIRED and any(weight.is_under_way for weight in weights):
             return False
-        lease = copier.ask(block.link_bytes, Direction.H2D, owner, priority)
+        nbytes = sum(block.link_bytes for block in blocks)
+        lease = self._engine.copier.ask(nbytes, Direction.H2D, owner, priority)
         if lease is None:
             return False
         filled: list[Weight] = []
         staged: list[tuple[Weight, Tensor]] = []
-        weights = tuple(block.weights)  # one whose module dies meanwhile is taken out by a finaliser
         if empty := [weight.name for weight in weights if weight.without_values]:
             lease.done(None)
             raise OffloadError(f"{empty[0]} is on meta, without values; call offload.load_weights() first")
@@ -137,42 +205,54 @@ class Residency:
             if isinstance(error, torch.OutOfMemoryError) and priority < Priority.REQUIRED:
                 return False
             raise
-        block.home = device.compute
-        device.wait(device.h2d, device.record(block.home), "weights room")
-        block.present, block.staged = True, staged
-        self._count(block.link_bytes)
-        block.readers.clear()
+        home = device.compute
+        device.wait(device.h2d, device.record(home), "weights room")
+        for block in blocks:
+            block.present, block.home = True, home
+            block.staged = [each for each in staged if each[0].block is block]
+        self._count(nbytes)
         for weight in filled:
             weight.stale = True
         try:
-            self._copy_in(block, filled, lease, [(flat, weight.master) for weight, flat in staged])
+            self._copy_in(blocks, filled, lease, [(flat, weight.master) for weight, flat in staged])
         except BaseException:
-            self.drop(block)
+            for block in blocks:
+                self.drop(block)
             raise
         if self.policy is not None:
-            self.policy.loaded(block)
+            for block in blocks:
+                self.policy.loaded(block)
         return True
 
     def _copy_in(
-        self, block: BlockWeights, stale: Iterable[Weight], lease: Lease, also: Sequence[CopyPair] = ()
+        self,
+        blocks: Sequence[BlockWeights],
+        stale: Iterable[Weight],
+        lease: Lease,
+        also: Sequence[CopyPair] = (),
     ) -> None:
         """Those of the stale weights whose step is issued. Order: [Order: weights home], [Order: weights
         stepped]."""
         device, coming = self.device, [weight for weight in stale if not weight.is_under_way]
-        if block.left is not None:
-            device.wait(device.h2d, block.left, "weights home")
+        for left in dict.fromkeys(block.left for block in blocks):
+            if left is not None:
+                device.wait(device.h2d, left, "weights home")
         for event in (event for weight in coming for event in weight.ends_of_step()):
             device.wait(device.h2d, event, "weights stepped")
         pairs = [*((weight.on_device, weight.master) for weight in coming), *also]
         nbytes = sum(to.numel() for to, _ in pairs)
-        block.readers.clear()
-        owner = Owner(self._client, block.name)
+        for block in blocks:
+            block.readers.clear()
+        owner = Owner(self._client, blocks[0].name)
         try:
-            block.arrived = self._engine.copier.copy(lease, Direction.H2D, owner, pairs, nbytes)
+            arrived = self._engine.copier.copy(lease, Direction.H2D, owner, pairs, nbytes)
         except BaseException:
             lease.done(None)
-            block.arrived = device.record(device.h2d)
+            arrived = device.record(device.h2d)
             raise
+        finally:
+            for block in blocks:
+                block.arrived, block.left_unseen = arrived, False
         for weight in coming:
             weight.stale = False
         self.in_bytes += nbytes
@@ -188,7 +268,7 @@ class Residency:
             owner = Owner(self._client, block.name)
             lease = self._engine.copier.ask(nbytes, Direction.H2D, owner, Priority.REQUIRED)
             assert lease is not None  # REQUIRED
-            self._copy_in(block, stale, lease)
+            self._copy_in((block,), stale, lease)
 
     def stays(self, block: BlockWeights, order: Iterable[int]) -> bool:
         """Whether the block is on the device, for this lane alone, and is used again before others need its
@@ -203,10 +283,12 @@ class Residency:
             before.add(index)
         return block.keep
 
-    def is_far_ahead(self, coming: BlockWeights) -> bool:
-        """Whether the limits of weights that are fetched ahead refuse one more."""
-        unused = (each for each in self.blocks if each.present and not each.readers and each is not coming)
-        return self.refuses(coming.link_bytes, ((each.link_bytes, each.arrived) for each in unused))
+    def is_far_ahead(self, coming: BlockWeights, *piece: BlockWeights) -> bool:
+        """Whether the limits of weights that are fetched ahead refuse one more. piece: to be fetched with
+        it."""
+        unused = [(each.link_bytes, None) for each in piece]
+        here = (each for each in self.blocks if each.present and not each.readers and each is not coming)
+        return self.refuses(coming.link_bytes, [*unused, *((each.link_bytes, each.arrived) for each in here)])
 
     def refuses(self, nbytes: int, unused: Iterable[tuple[int, Event | None]]) -> bool:
         """Whether those limits refuse so many bytes beside unused ones, with the events of their arrival."""
@@ -260,6 +342,12 @@ class Residency:
         block.staged = []
         block.readers[id(lane)] = lane
 
+    def wait_for(self, lane: Lane, event: Event, order: str) -> None:
+        """As `Stalls.wait`, once for the pieces of one copy."""
+        if self._last_waits.get((id(lane), order)) is not event:
+            self._last_waits[id(lane), order] = event
+            self.stalls.wait(lane, event, order)
+
     def use(self, block: BlockWeights, order: Iterable[int], weights: Sequence[Weight] | None = None) -> bool:
         """The current lane is about to read these of the block's weights, or all, whose steps are issued.
         Whether the block was there, or on its way. Order: [Order: weights here]."""
@@ -274,7 +362,7 @@ class Residency:
         if id(lane) not in block.readers:
             block.readers[id(lane)] = lane
             assert block.arrived is not None
-            self.stalls.wait(lane, block.arrived, "weights here")
+            self.wait_for(lane, block.arrived, "weights here")
         for weight in weights:
             device.note_read(lane, weight.on_device)
         return found
@@ -292,20 +380,22 @@ class Residency:
             bring()
 
     # -- out -------------------------------------------------------------------------------------------------
-    def write_back(self, block: BlockWeights) -> None:
-        """Send what was written on the device to the masters. Order: [Order: weights out]; who wrote has
-        waited for the way in, so the master is read no more."""
+    def write_back(self, *blocks: BlockWeights) -> None:
+        """Send what was written on the device to the masters, as one piece. Order: [Order: weights out]; who
+        wrote has waited for the way in, so the master is read no more."""
         device = self.device
-        written = [weight for weight in block.weights if weight.dirty]
+        written = [weight for block in blocks for weight in block.weights if weight.dirty]
         if not written:
             return
         for weight in written:
             weight.take_host_writes()  # which raises
-        for lane in block.readers.values():
+        lanes = {key: lane for block in blocks for key, lane in block.readers.items()}
+        for lane in lanes.values():
             device.wait(device.d2h, device.record(lane), "weights out")
         pairs = [(weight.master, weight.on_device) for weight in written]
-        block.left = self._engine.copier.of(Owner(self._client, block.name)).send(pairs)
+        left = self._engine.copier.of(Owner(self._client, blocks[0].name)).send(pairs)
         for weight in written:
+            weight.block.left, weight.block.left_unseen = left, True
             weight.dirty = False
             weight.writes += 1
             self.out_bytes += weight.nbytes
@@ -319,10 +409,12 @@ class Residency:
         for lane in block.readers.values():
             if lane is not home:
                 device.wait(home, device.record(lane), "weights gone")
-        steps = [event for w in block.weights if w.stepped_here for event in w.ends_of_step()]
-        for event in (block.arrived, block.left, *steps):
-            if event is not None:
-                self.stalls.wait(home, event, "weights gone")
+        for event in (event for w in block.weights if w.stepped_here for event in w.ends_of_step()):
+            self.stalls.wait(home, event, "weights gone")
+        if block.arrived is not None and id(home) not in block.readers:
+            self.stalls.wait(home, block.arrived, "weights gone")
+        if block.left is not None and block.left_unseen:
+            self.wait_for(home, block.left, "weights gone")
         self._count(-block.held_bytes)
         for weight in tuple(block.weights):
             if weight.storage.nbytes():
@@ -343,17 +435,20 @@ class Residency:
                     self.device.synchronize(event)
 
     # -- room ------------------------------------------------------------------------------------------------
-    def make_room(self, coming: BlockWeights, stay: Collection[int], order: Iterable[int]) -> bool:
-        """Drop blocks until `coming` fits: not those that the plan keeps, nor those in `stay`; first the one
-        that comes last in `order`. False, and none has left, where that is not enough. A block that the plan
-        keeps has room of its own, but for INT8 weights beside their elements."""
+    def make_room(
+        self, coming: BlockWeights, stay: Collection[int], order: Iterable[int], beside: int = 0
+    ) -> bool:
+        """Drop blocks until `coming` fits, with so many bytes beside it: not those that the plan keeps, nor
+        those in `stay`; first the one that comes last in `order`. False, and none has left, where that is not
+        enough. A block that the plan keeps has room of its own, but for INT8 weights beside their
+        elements."""
         if coming.keep and not coming.staged:
             return True
         here = [block for block in self.blocks if block.present and not block.keep]
         needed = coming.expanded_bytes if coming.staged else coming.link_bytes
         if coming.keep:
             needed = sum(flat.numel() for _, flat in coming.staged)
-        excess = sum(block.held_bytes for block in here) + needed - self.window_bytes
+        excess = sum(block.held_bytes for block in here) + needed + beside - self.window_bytes
         if excess <= 0:
             return True
         able = [each for each in here if each.index not in stay and each.may_leave and each is not coming]

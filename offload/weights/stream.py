@@ -29,8 +29,6 @@ from offload.params.sections import check_budget
 from offload.sizes import bytes_text
 from offload.telemetry.records import ClientStats
 from offload.telemetry.speaker import Once, speaker
-from offload.transfer.admission import Priority
-from offload.transfer.stalls import Stalls, total_ms
 from offload.weights.choose import Choice
 from offload.weights.experts import Experts
 from offload.weights.figures import WeightFigures
@@ -110,8 +108,6 @@ class WeightStream(Client):
         self._take_plan(first_plan(self._sizes, self.limit_bytes))
         self._measured = Measured(engine.device, engine.copier)
         self._hits = self._misses = 0
-        self._moved = (0, 0)
-        self._stalls = Stalls(engine.device)
         self._said = Once()
         self._handles: list[Any] = []
         self.removed = False
@@ -194,7 +190,7 @@ class WeightStream(Client):
             self._released(block)
             if not self.removed:
                 with _outside_transforms():
-                    self._fetch_ahead(())
+                    self.residency.fetch_ahead(self.order, ())
 
     def free(self, block: BlockWeights) -> None:
         """Take the block off the device now, unless somebody uses it."""
@@ -261,30 +257,7 @@ class WeightStream(Client):
             if self.residency.policy is not None:
                 self.residency.policy.used(block, found)
             self._measured.after_use(use, before)
-            self._fetch_ahead((block.index,))
-
-    def _fetch_ahead(self, stay: Collection[int]) -> None:
-        """Fetch what comes next, as long as it fits beside what comes before it, while that is expanded."""
-        seen, before, expanding = set(stay), 0, 0  # bytes
-        for index in self.order.coming():
-            if index in seen:
-                continue
-            block = self.blocks[index]
-            if not block.present:
-                expanding = max(expanding, block.expanded_bytes)
-                fits = before + block.link_bytes + expanding <= self.residency.window_bytes
-                if not (block.keep or fits or not before):
-                    return
-                if not self.residency.make_room(block, seen, self.order.coming()):
-                    return
-                if self.residency.is_far_ahead(block) or not self.residency.load(block, Priority.SPECULATIVE):
-                    return
-            seen.add(index)
-            if not block.keep:
-                before += block.held_bytes
-                expanding = max(expanding, block.expanded_bytes if block.staged else 0)
-            if len(seen) == len(self.blocks):
-                return
+            self.residency.fetch_ahead(self.order, (block.index,))
 
     def _use_saved(self, weight: Weight) -> None:
         """Before a save of the weight is read."""
@@ -475,17 +448,15 @@ class WeightStream(Client):
     # -- steps -----------------------------------------------------------------------------------------------
     def end_step(self) -> ClientStats:
         """As Client."""
-        residency = self.residency
-        stalls, self._stalls, residency.stalls = self._stalls, residency.stalls, Stalls(self._device)
-        stall_ms, moved = total_ms(self._device, stalls), (residency.in_bytes, residency.out_bytes)
+        moved = self.residency.end_step()
         figures, experts, window = self.figures, self.experts, self.experts.window
         if self._hits + self._misses:
             figures.steps += 1
-            figures.in_bytes, figures.out_bytes = moved[0] - self._moved[0], moved[1] - self._moved[1]
-            figures.hits, figures.misses, figures.stall_ms = self._hits, self._misses, stall_ms
+            figures.in_bytes, figures.out_bytes, figures.stall_ms, _ = moved
+            figures.hits, figures.misses = self._hits, self._misses
             figures.expert_hits, figures.expert_misses = window.hits, window.misses
             figures.counts_ms = experts.waited_s * 1e3
-        self._moved, self._hits, self._misses = moved, 0, 0
+        self._hits = self._misses = 0
         window.hits, window.misses, experts.waited_s = 0, 0, 0.0
         self._learn(self.blocks)
         if (step := self._measured.step_ended()) is not None:
@@ -494,9 +465,9 @@ class WeightStream(Client):
         self._say_larger()
         return ClientStats(
             lent_bytes=self._host_bytes,
-            device_bytes=residency.present_bytes + window.held_bytes,
-            stall_ms=stall_ms,
-            stall_count=len(stalls),
+            device_bytes=self.residency.present_bytes + window.held_bytes,
+            stall_ms=moved.stall_ms,
+            stall_count=moved.stall_count,
         )
 
     def _learn(self, blocks: Collection[BlockWeights]) -> None:

@@ -68,6 +68,12 @@ _LISTS = re.compile("_foreach_|_fused_|_amp_foreach_")
 """Names of calls that compute each tensor of their lists by itself."""
 
 
+def _of_collectives(func: Callable[..., Any]) -> bool:
+    """Whether a class here is told of a collective of torch.distributed, or is asked by one."""
+    asks = sys._getframe(3).f_globals if func in _ASKED_BY_COLLECTIVES else {}
+    return _COLLECTIVES in (getattr(func, "__module__", ""), asks.get("__name__"))
+
+
 class StreamedWeight(Watched):
     """A streamed weight, or an alias of one."""
 
@@ -75,6 +81,13 @@ class StreamedWeight(Watched):
 
     @classmethod
     def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if _of_collectives(func) and (func in _ASKED_BY_COLLECTIVES or kwargs.get("async_op")):
+            name = owner_of(next(watched_in((args, kwargs), cls))).name
+            raise OffloadError(
+                f"a collective of torch.distributed on {name}, a streamed weight: its copy would go on when "
+                "the weight's bytes have left the device. Call it without async_op, or give it "
+                "weight.detach().clone(), and copy the result back"
+            )
         if func in _NO_BYTES:
             trains = func in _TRAIN and {*args[1:], *kwargs.values()} != {False}
             if trains and isinstance(args[0], cls) and is_parameter(args[0]) and owner_of(args[0]).int8:
@@ -154,8 +167,7 @@ class StreamedGradient(StreamedWeight):
 
     @classmethod
     def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        asks = sys._getframe(2).f_globals if func in _ASKED_BY_COLLECTIVES else {}
-        if _COLLECTIVES in (getattr(func, "__module__", ""), asks.get("__name__")):
+        if _of_collectives(func):
             for tensor in watched_in((args, kwargs), cls):
                 cls.stay(tensor)
             return func(*args, **kwargs)
@@ -263,6 +275,7 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         only_weights = "fused" in name and kwargs.get("grad_scale") is None
         for tensor, weight, version in zip(found, owners, versions, strict=True):
             silent = ("fused" in name and not (only_weights and weight.is_gradient)) or "_amp_" in name
+            silent |= _of_collectives(func)  # from C++, which moves no version
             if silent or any(tensor is each for each in out) or _version(tensor) != version:
                 holder_of(weight).wrote(weight)
         return _aliases_in(result, owners)

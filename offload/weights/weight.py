@@ -429,6 +429,7 @@ class BlockWeights:
     | pinned | something may read its weights unseen, so it stays |
     | arrived | the event after its last way in |
     | left | the event after its last way out: the master is whole then |
+    | left_unseen | that is later than `arrived`: who waits for the one has not waited for the other |
     | home | the lane that its bytes were allocated on |
     | readers | lanes that have waited for `arrived`, by id |
     """
@@ -444,6 +445,7 @@ class BlockWeights:
     pinned: bool = False
     arrived: Event | None = None
     left: Event | None = None
+    left_unseen: bool = False
     home: Lane | None = None
     readers: dict[int, Lane] = field(default_factory=dict)
 

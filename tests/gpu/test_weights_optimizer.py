@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,7 +90,8 @@ def test_a_backward_that_waits_for_its_steps_has_the_bits_of_one_that_does_not(
             train(each, optimizer, number) for each, optimizer in zip((model, plain), optimizers, strict=True)
         ]
         assert torch.equal(*losses), number
-    assert offload.report().as_dict()["kinds"]["optimizer"]["stall_ms"] > 0
+    if not behind_bytes:  # else the steps may keep up
+        assert offload.report().as_dict()["kinds"]["optimizer"]["stall_ms"] > 0
     handle.remove()
     for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, its)
@@ -98,6 +100,8 @@ def test_a_backward_that_waits_for_its_steps_has_the_bits_of_one_that_does_not(
 
 
 def test_a_settled_step_asks_the_driver_for_nothing_and_holds_two_blocks() -> None:
+    gc.collect()  # the engine of the test before, which is closed by now, and what it held
+    held = torch.cuda.memory_allocated()
     model = pair(checkpoints=False)[0]  # the other one is gone
     handle = offload.apply(model, weights="host")
     optimizer = made(model, "backward", 0.0)
@@ -116,6 +120,7 @@ def test_a_settled_step_asks_the_driver_for_nothing_and_holds_two_blocks() -> No
     # a block whose step is not issued when it is wanted may come in another's place
     assert 2 * (BLOCKS - 2) * BLOCK_BYTES <= figures.in_bytes <= 2 * BLOCKS * BLOCK_BYTES
     # the ring, two blocks, all gradients and a block's activations, less than half of the weights alone
-    assert after["active_bytes.all.peak"] < optimizer.ring_bytes + 2 * BLOCKS * BLOCK_BYTES
+    peak = after["active_bytes.all.peak"] - held
+    assert peak < optimizer.ring_bytes + 2 * BLOCKS * BLOCK_BYTES, f"{held:,} bytes were held before"
     handle.remove()
     optimizer.close()

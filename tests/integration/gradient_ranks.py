@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from offload import OffloadConfig, PipelineOffloadManager, configure
+from offload.errors import OffloadError
+from offload.weights.watched import StreamedWeight
 from tests.inside import gradients_of, streams_from
 from tests.unit.weights.streamed import ROWS, WIDTH, Model
 
@@ -68,7 +70,23 @@ def trained(rank: int, model: Any, *, name: str) -> list[torch.Tensor]:
         found += [parameter.grad.clone() for parameter in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in model.parameters():  # all ranks have the same
+                dist.all_reduce(parameter)
+            for parameter in model.parameters():  # the first ones have left by now
+                parameter.div_(dist.get_world_size())
+                dist.broadcast(parameter, 0)
     return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+def said(model: nn.Module) -> str:
+    """Of an asynchronous collective on a streamed weight, by its error; no rank sends anything then."""
+    weight = next(parameter for parameter in model.parameters() if type(parameter) is StreamedWeight)
+    try:
+        dist.all_reduce(weight, async_op=True)
+    except OffloadError as error:
+        return str(error)
+    return ""
 
 
 def rank_main(rank: int, world: int) -> dict[str, Any]:
@@ -94,6 +112,8 @@ def rank_main(rank: int, world: int) -> dict[str, Any]:
                 "host_bytes": handle.gradients.host_bytes,
                 "present_bytes": gradients_of(handle).residency.present_bytes,
             }
+            if name == "weights, too":
+                cases["refused"] = said(model)
             handle.remove()
         PipelineOffloadManager.close_instance()
     return cases

@@ -26,3 +26,8 @@ def test_the_whole_sum_of_the_microbatches_is_reduced(two_ranks: list[dict[str, 
             assert case["out_bytes"] > 2 * case["host_bytes"]
         else:
             assert case["out_bytes"] >= 3 * case["host_bytes"]
+
+
+def test_a_collective_that_would_outlive_a_weights_bytes_is_refused(two_ranks: list[dict[str, Any]]) -> None:
+    for rank in two_ranks:
+        assert rank["refused"].startswith("a collective of torch.distributed on layers.0.up.weight")

@@ -103,7 +103,9 @@ def fetched_by_another_lane(device: SimDevice) -> None:
         block = next(block for block in residency.blocks if block.present)
         with device.use_lane(device.new_compute_lane("side")):
             residency.drop(block)
-            assert residency.load(block, Priority.SPECULATIVE)
+            # beside one that left long ago, by one piece
+            other = next(each for each in residency.blocks if not each.present and each is not block)
+            assert residency.load_all((other, block), Priority.SPECULATIVE)
         handle.remove()
 
 

@@ -319,4 +319,6 @@ def test_every_edge_in_the_code_has_a_note_and_every_note_has_its_scenario() -> 
     texts = [path.read_text() for path in SOURCES]
     noted = [title for text in texts for title in re.findall(r"^ *# \[Order: (.+)\]$", text, re.MULTILINE)]
     assert sorted(noted) == sorted(set(noted)), "two notes of one title"
-    assert set(noted) == edge_titles(texts) == set(EDGES)
+    assert set(noted) == edge_titles(texts)
+    # those of experts have scenarios of their own (test_expert_edges.py)
+    assert {title for title in noted if not title.startswith("experts ")} == set(EDGES)

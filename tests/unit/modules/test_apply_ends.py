@@ -69,6 +69,17 @@ def test_remove_puts_the_model_back_and_leaves_a_pending_backward_right(
     assert len(again.blocks) == 3
 
 
+@pytest.mark.parametrize("mode", ["groups", "hidden_states", "selective"])
+def test_after_remove_no_host_memory_is_lent_though_no_step_has_ended(
+    mode: Any, manager: PipelineOffloadManager
+) -> None:
+    handle = offload.apply(model := build(), mode, min_numel=1)
+    model(torch.ones(ROWS, WIDTH, requires_grad=True)).sum().backward()
+    assert manager.engine.arena.stats().lent_bytes > 0
+    handle.remove()
+    assert manager.engine.arena.stats().lent_bytes == 0
+
+
 def test_a_copy_of_the_model_is_as_it_was_before(manager: PipelineOffloadManager) -> None:
     model = build()
     keys = list(model.state_dict())
