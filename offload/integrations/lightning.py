@@ -47,7 +47,13 @@ class OffloadCallback(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """The strategy has wrapped and moved the module; checkpoints are loaded."""
         self.remove()
-        self.handle = apply(pl_module.get_submodule(self._module), **self._arguments)
+        found = dict(pl_module.named_modules()).get(self._module)
+        if found is None:
+            children = ", ".join(name for name, _ in pl_module.named_children())
+            raise ValueError(
+                f"module={self._module!r} names no module of {type(pl_module).__name__}; it has {children}"
+            )
+        self.handle = apply(found, **self._arguments)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

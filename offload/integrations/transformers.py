@@ -29,7 +29,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
 
     handle: of an `apply` that was called before, for a model that does not fit on the device as it is; the
         callback logs its figures, and does not remove it.
-    arguments: those of `offload.apply`, instead of a handle.
+    arguments: those of `offload.apply`, instead of a handle; `optimizer=True` is the Trainer's.
 
     Use `add_to`: callbacks that a Trainer is given stand behind its reporters, which have written a log
     before a later one can add to it. Raises ValueError, when training begins, for settings of the Trainer
@@ -55,7 +55,9 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         if self.handle is not None and self._arguments is not None:
             self.handle.remove()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **others: Any
+    ) -> None:
         self.remove()
         if self._arguments is None:
             if not is_applied(model):
@@ -65,7 +67,9 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
                 )
             return
         _check(args, self._arguments.get("mode"))
-        self.handle = apply(model, **self._arguments)
+        if (arguments := dict(self._arguments)).get("optimizer") is True:
+            arguments["optimizer"] = getattr(optimizer, "optimizer", optimizer)  # out of accelerate's wrapper
+        self.handle = apply(model, **arguments)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
         if "loss" not in logs:  # of an evaluation, or of the whole training

@@ -141,7 +141,7 @@ def wrapped(folder: Path, callback: OffloadCallback | None) -> State:
     """In DistributedDataParallel, of one rank, as a Trainer of several wraps its model."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        trainer = trainer_of(folder, callback, model=Wide(), optim="sgd", max_steps=2)
+        trainer = trainer_of(folder, callback, model=Wide(), max_steps=2)
         trainer.model_wrapped = nn.parallel.DistributedDataParallel(trainer.model)
         trainer.train()
         return {name: one.clone() for name, one in trainer.model.state_dict().items()}
@@ -167,14 +167,13 @@ class Wide(nn.Module):
         torch.manual_seed(0)
         self.tokens = nn.Embedding(61, 1024)
         self.blocks = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(3))
+        self.head = nn.Linear(1024, 61)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         x = self.tokens(input_ids)
         for block in self.blocks:
             x = x + torch.tanh(block(x))
-        return {
-            "loss": nn.functional.cross_entropy((x @ self.tokens.weight.T).flatten(0, 1), labels.flatten())
-        }
+        return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
 
 
 @pytest.mark.parametrize(
@@ -183,7 +182,7 @@ class Wide(nn.Module):
         (resumed, {}),
         (fitted_twice, {}),
         (broken, {}),
-        (wrapped, {"weights": "host"}),
+        (wrapped, {"weights": "host", "optimizer": True}),
         (evaluated, {"mode": "hidden_states"}),
         (checkpointed, {}),
     ],
@@ -195,6 +194,8 @@ def test_a_trainer_with_the_callback_ends_with_the_bits_of_one_without(
     callback = OffloadCallback(**arguments)
     found = train(tmp_path / "ours", callback)
     assert plain.keys() == found.keys()
+    first = (Wide() if train is wrapped else llama()).state_dict()
+    assert not any(torch.equal(plain[name], one) for name, one in first.items() if one.dim() == 2), "trained"
     assert [name for name, wanted in plain.items() if not torch.equal(found[name], wanted)] == []
     assert callback.handle is not None
     assert step_figures(callback.handle)["offload/to_host_bytes"] > 0
@@ -431,6 +432,8 @@ def test_a_lightning_module_fits_twice_breaks_and_resumes_with_the_same_bits(tmp
     torch.distributed.destroy_process_group()
     with pytest.raises(ValueError, match="name the module that it calls"):
         LightningCallback(mode=True)
+    with pytest.raises(ValueError, match="module='modle' names no module of Module; it has model"):
+        LightningCallback(module="modle").on_train_start(None, Module())
 
 
 def test_axolotls_yaml_is_mapped_and_switched_off_for_axolotl() -> None:
