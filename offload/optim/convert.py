@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offload.engine import OffloadEngine
@@ -111,7 +111,7 @@ def move_state_to_host(optimizer: Any, engine: OffloadEngine) -> MoveBack:
     try:
         optimizer.__init__(groups, 1.0, cls, engine=engine, **arguments)
         if packed is not None:
-            optimizer.load_state_dict(packed)
+            _load(optimizer, packed)
     except BaseException:
         if optimizer._built:
             optimizer.close()
@@ -140,11 +140,11 @@ def _make_plain(
     state = {name: packed[name] for name in ("state", "param_groups")}
     groups = optimizer.param_groups
     plain, where = cls([{**group} for group in groups], **arguments), _devices(groups)
-    plain.load_state_dict(state)
+    _load(plain, state)
 
     def finish() -> None:
         if _devices(groups) != where:  # the model has left the device
-            plain.load_state_dict(state)
+            _load(plain, state)
         own = vars(optimizer)
         others = {name: value for name, value in own.items() if name not in made or _is_hooks(name)}
         optimizer.close()
@@ -154,6 +154,19 @@ def _make_plain(
         _carry(optimizer, others)
 
     return finish
+
+
+def _load(optimizer: Optimizer, packed: dict[str, Any]) -> None:
+    """load_state_dict(), which rounds to the parameter's dtype also what has a dtype of its own, such as
+    NAdam's float32 mu_product: that is put back."""
+    optimizer.load_state_dict(packed)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter, entry in ((parameters[index], entry) for index, entry in packed["state"].items()):
+        for name, value in entry.items():
+            other = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != parameter.dtype
+            if other and name != "step":
+                found = optimizer.state[parameter]
+                found[name] = value.to(found[name].device, copy=True)
 
 
 def _devices(groups: list[dict[str, Any]]) -> list[torch.device]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from offload.optim.classes import IMPLEMENTATION_KEYS
 
@@ -138,5 +138,12 @@ def follow_groups(
         for view in views:
             if id(view.of) not in known:
                 optimizer.add_param_group(view)
+    for view in views:
+        if type(optimizer) is SGD and view["fused"] and any(map(_is_half_on_cpu, view["params"])):
+            view["fused"] = False  # up to torch 2.13 that kernel leaves the weights as they are (#191763)
     optimizer.param_groups = [*views]
     return optimizer
+
+
+def _is_half_on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype in (torch.bfloat16, torch.float16)

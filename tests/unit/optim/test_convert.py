@@ -100,6 +100,29 @@ def test_one_line_moves_four_kinds_of_a_loop_under_way_with_the_bits_of_plain_to
     assert ours.scheduler.get_last_lr() == plain.scheduler.get_last_lr()
 
 
+def test_a_number_of_another_dtype_than_its_parameter_is_not_rounded() -> None:
+    models, optimizers = [nn.Linear(WIDTH, WIDTH).bfloat16() for _ in range(2)], []
+    models[0].load_state_dict(models[1].state_dict())
+    for model in models:
+        optimizers.append(torch.optim.NAdam(model.parameters()))
+
+    def train() -> None:
+        x = torch.randn(ROWS, WIDTH).bfloat16()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        for mine, its in zip(*(each.state_dict()["state"].values() for each in optimizers), strict=True):
+            assert mine["mu_product"].dtype == torch.float32
+            assert all(torch.equal(mine[key], its[key]) for key in its)
+
+    train()
+    handle = offload.apply(models[0], optimizer=optimizers[0])
+    train()
+    handle.remove()
+    train()
+
+
 def test_hooks_attributes_and_the_schedulers_count_stay_through_both_conversions(recwarn: Any) -> None:
     loop = Loop()
     seen: list[str] = []

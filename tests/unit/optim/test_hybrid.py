@@ -116,6 +116,23 @@ def test_any_torch_optimizer_may_step_the_hosts_part(cls: type[Optimizer], atomi
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("atomic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sgd_of_half_precision_is_not_stepped_by_torchs_kernel_that_changes_nothing(
+    dtype: torch.dtype, atomic: bool
+) -> None:
+    """pytorch#191763."""
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+    models = [net(dtype) for _ in range(2)]
+    ours = hybrid(
+        models[0], offload_fraction=1.0, cpu_optimizer_cls=SGD, atomic_step=atomic, **options
+    )
+    plain = SGD(models[1].parameters(), **options, foreach=False)
+    assert_same_bits(train(models[0], ours, 3), train(models[1], plain, 3))
+    for mine, its in zip(ours.state_dict()["state"].values(), plain.state.values(), strict=True):
+        assert torch.equal(mine["momentum_buffer"], its["momentum_buffer"])
+
+
 @pytest.mark.req("S3-34")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("masters", [True, False])
