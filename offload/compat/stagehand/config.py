@@ -76,9 +76,6 @@ class StagehandConfig:
     telemetry_file: str = "stagehand_telemetry.jsonl"
     """Where to; lines are appended."""
 
-    debug_trace: bool = False
-    """Log each move of a block at level DEBUG."""
-
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)

@@ -8,16 +8,13 @@ scheduled by it. A step begins when the first layer of the order runs again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.compat.stagehand.config import MIB, StagehandConfig
-from offload.compat.stagehand.runtime import BlockSource, StagehandRuntime
-from offload.engine import OffloadEngine
-from offload.memory.arena import HostArena
+from offload.compat.stagehand.config import MIB
+from offload.compat.stagehand.runtime import StagehandRuntime
 from offload.modules.settings import gpu_bytes
 from offload.sizes import argument_bytes
 from offload.weights.weight import BlockWeights
@@ -32,9 +29,9 @@ class LayerRuntime(StagehandRuntime):
     """A runtime of a model's layers.
 
     vram_budget: device memory of which 80% and 60% are the marks, in bytes or text; None: of the GPU's, or
-        the config's defaults where there is none. ram_budget: the largest layer allowed; None: as needed.
-        prefetch_k: layers fetched ahead once the order is traced. telemetry: whether lines are written. The
-        others are of StagehandRuntime. Raises ValueError for a model without layers.
+        the config's defaults where there is none. prefetch_k: layers fetched ahead once the order is traced.
+        telemetry: whether lines are written. options: of StagehandRuntime, by name. Raises ValueError for a
+        model without layers.
     """
 
     def __init__(
@@ -42,36 +39,22 @@ class LayerRuntime(StagehandRuntime):
         model: nn.Module,
         *,
         vram_budget: int | str | None = None,
-        ram_budget: int | str | None = None,
         prefetch_k: int = 3,
-        dtype: torch.dtype | None = None,
-        inference_mode: bool = False,
         telemetry: bool = True,
-        pool: HostArena | None = None,
-        engine: OffloadEngine | None = None,
-        memory_allocated: Callable[[], int] | None = None,
-        source: BlockSource | None = None,
-        **fields: Any,
+        **options: Any,
     ) -> None:
         layers = [each for each in model.modules() if isinstance(each, (nn.Linear, nn.Conv2d, nn.Embedding))]
         if not layers:
             raise ValueError(f"{type(model).__name__} has no Linear, Conv2d or Embedding: name other blocks")
         largest = max(sum(p.numel() * p.element_size() for p in each.parameters()) for each in layers)
         slab_mb = 1 << max(0, -(-largest // MIB) - 1).bit_length()  # the next power of two
-        pool_bytes = argument_bytes(ram_budget, name="ram_budget")
-        pool_mb = slab_mb * (prefetch_k + _SLABS_BESIDE) if pool_bytes is None else pool_bytes // MIB
         given: dict[str, Any] = {"telemetry_enabled": telemetry, "prefetch_window_blocks": prefetch_k}
-        given |= {"pinned_slab_mb": max(1, min(slab_mb, pool_mb)), "pinned_pool_mb": pool_mb}
+        given |= {"pinned_slab_mb": slab_mb, "pinned_pool_mb": slab_mb * (prefetch_k + _SLABS_BESIDE)}
         budget = argument_bytes(vram_budget, name="vram_budget", of_bytes=gpu_bytes()) or gpu_bytes()
         if budget:
             given["vram_high_watermark_mb"] = budget * _HIGH / MIB
             given["vram_low_watermark_mb"] = budget * _LOW / MIB
-        super().__init__(
-            *(model, StagehandConfig(**given | fields), layers, "layers", dtype, inference_mode, pool),
-            engine=engine,
-            memory_allocated=memory_allocated,
-            source=source,
-        )
+        super().__init__(model, block_pattern=layers, group="layers", **given | options)
         self.traced = False
         self._prefetch_k = self.config.prefetch_window_blocks
         if self.config.stagehand_enabled:

@@ -109,14 +109,21 @@ class _Calls(BlockCalls):
         self._runtime = runtime
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Close:
-        self._runtime._before(self._block)
+        runtime, block = self._runtime, self._block
+        runtime._before(block)
         close = super().enter(module, args, kwargs)
-        self._runtime._entered(self._block)
+        with runtime.offload_engine.lock:
+            runtime.scheduler.begin_use(block)
         return close
 
     def leave(self, close: Close, output: Any, failed: bool) -> None:
         super().leave(close, output, failed)
-        self._runtime._left(self._block, None if failed else output)
+        runtime, block = self._runtime, self._block
+        with runtime.offload_engine.lock:
+            runtime.scheduler.end_use(block)
+        if not failed and torch._C._current_graph_task_id() == -1:  # not of a recompute
+            promotions = runtime.guard.check(runtime.registry[block.name], output)
+            runtime.scheduler.metrics.dtype_promotions += promotions
 
 
 class StagehandRuntime:
@@ -188,7 +195,6 @@ class StagehandRuntime:
             *(round(mark * MIB) for mark in (config.vram_high_watermark_mb, config.vram_low_watermark_mb)),
         )
         self.scheduler = StagehandScheduler(self.residency, self.budget, policy, engine.device)
-        self.scheduler.traces = config.debug_trace
         try:
             self.stream = WeightStream(engine, model, registry.choice, None, self.scheduler)
         except BaseException:
@@ -340,16 +346,6 @@ class StagehandRuntime:
 
     def _before(self, block: BlockWeights) -> None:
         """A use of the block is about to begin."""
-
-    def _entered(self, block: BlockWeights) -> None:
-        with self.offload_engine.lock:
-            self.scheduler.begin_use(block)
-
-    def _left(self, block: BlockWeights, output: Any) -> None:
-        with self.offload_engine.lock:
-            self.scheduler.end_use(block)
-        if torch._C._current_graph_task_id() == -1:  # not of a recompute
-            self.scheduler.metrics.dtype_promotions += self.guard.check(self.registry[block.name], output)
 
     def states(self) -> dict[str, BlockState]:
         """Of each block, now."""

@@ -86,7 +86,6 @@ class StagehandScheduler:
     |---|---|---|
     | stream | whose blocks they are | the runtime, before the first use |
     | step, in_step | number of the step, and whether one is under way | the runtime |
-    | traces | whether moves are logged | the runtime |
     | metrics | counts of this step | this class and the runtime |
     | stalls | waits of this step | this class |
     | using | the block that was used last, unless its forward is over | this class |
@@ -99,7 +98,7 @@ class StagehandScheduler:
         self, residency: ResidencyMap, budget: BudgetManager, policy: StaticLookaheadPolicy, device: Device
     ) -> None:
         self.residency, self.budget, self.policy = residency, budget, policy
-        self.step, self.in_step, self.traces = 0, True, False
+        self.step, self.in_step = 0, True
         self.metrics = StepMetrics(step=0)
         self.stalls: list[Stall] = []
         self.trace: dict[str, None] = {}
@@ -143,13 +142,14 @@ class StagehandScheduler:
 
     def loaded(self, block: BlockWeights) -> None:
         if self.residency.entries[block.name].state is not BlockState.HOST_STAGED:
-            self._move(block, BlockState.HOST_STAGED)  # after EVICTING, too: the way in waits for the way out
-        self._move(block, BlockState.PREFETCHING)
+            # after EVICTING, too: the way in waits for the way out
+            self.residency.transition(block.name, BlockState.HOST_STAGED)
+        self.residency.transition(block.name, BlockState.PREFETCHING)
 
     def used(self, block: BlockWeights, found: bool) -> None:
         entry = self.residency.entries[block.name]
         if entry.state is BlockState.PREFETCHING:
-            self._move(block, BlockState.GPU_READY)
+            self.residency.transition(block.name, BlockState.GPU_READY)
         entry.last_used_step, self.using = self.step, block
         self.metrics.prefetch_hits += found
         self.metrics.prefetch_misses += not found
@@ -162,7 +162,7 @@ class StagehandScheduler:
     def begin_use(self, block: BlockWeights) -> None:
         """A forward of the block begins; `used` has been told, unless it goes on from the use before."""
         if self.residency.entries[block.name].state is BlockState.PREFETCHING:
-            self._move(block, BlockState.GPU_READY)
+            self.residency.transition(block.name, BlockState.GPU_READY)
         self.residency.increment_refcount(block.name)
 
     def end_use(self, block: BlockWeights) -> None:
@@ -174,15 +174,15 @@ class StagehandScheduler:
     def dropped(self, block: BlockWeights) -> None:
         entry = self.residency.entries[block.name]
         if entry.state is BlockState.PREFETCHING:
-            self._move(block, BlockState.GPU_READY)  # the drop waits for the way in
+            self.residency.transition(block.name, BlockState.GPU_READY)  # the drop waits for the way in
         if entry.state is not BlockState.GPU_READY:
             return
         users, entry.refcount = entry.refcount, 0  # the host's copy was written in a forward: it comes again
         if block.left is not None and not self.device.poll(block.left):
-            self._move(block, BlockState.EVICTING)
+            self.residency.transition(block.name, BlockState.EVICTING)
         else:
-            self._move(block, BlockState.GPU_FREEING)
-            self._move(block, BlockState.UNLOADED)
+            self.residency.transition(block.name, BlockState.GPU_FREEING)
+            self.residency.transition(block.name, BlockState.UNLOADED)
         entry.refcount = users
         self.metrics.evictions += 1
         if self.residency.protection(block.name) and self._said.first("protected"):
@@ -239,13 +239,7 @@ class StagehandScheduler:
         for block in self.stream.blocks:
             state = self.residency.entries[block.name].state
             if state is BlockState.PREFETCHING and block.arrived and self.device.poll(block.arrived):
-                self._move(block, BlockState.GPU_READY)
+                self.residency.transition(block.name, BlockState.GPU_READY)
             if state is BlockState.EVICTING and block.left and self.device.poll(block.left):
-                self._move(block, BlockState.HOST_STAGED)
+                self.residency.transition(block.name, BlockState.HOST_STAGED)
             yield block.name, self.residency.entries[block.name].state
-
-    def _move(self, block: BlockWeights, state: BlockState) -> None:
-        if self.traces:
-            before = self.residency.entries[block.name].state
-            logger.debug("step %d: block %s, %s to %s", self.step, block.name, before.value, state.value)
-        self.residency.transition(block.name, state)
