@@ -9,7 +9,7 @@ parameters in one call.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -100,10 +100,35 @@ def step_alone(optimizer: Optimizer, *closure: Callable[[], Any]) -> Any:
     arguments = (optimizer, *closure)
     for hook in optimizer._optimizer_step_pre_hooks.values():
         hook(optimizer, arguments, {})
-    found = step(*arguments)
+    found = None
+    for _ in _kernels_calls(optimizer):
+        found = step(*arguments)
     for post_hook in optimizer._optimizer_step_post_hooks.values():
         post_hook(optimizer, arguments, {})
     return found
+
+
+def _kernels_calls(optimizer: Optimizer) -> Iterator[None]:
+    """One; two for a fused SGD of which some parameters have momentum and others none yet, as those of a
+    layer that was unfrozen: its kernel raises a TypeError for both at once. In each the others have no
+    gradient."""
+    groups: Any = optimizer.param_groups if type(optimizer) is torch.optim.SGD else ()
+    pairs = [(each, each.grad) for group in groups for each in group["params"] if each.grad is not None]
+    state = optimizer.state
+    new = [pair for pair in pairs if state.get(pair[0], {}).get("momentum_buffer") is None]
+    if not 0 < len(new) < len(pairs) or not any(group["fused"] for group in groups):
+        yield
+        return
+    try:
+        for chosen in (new, [pair for pair in pairs if not any(pair is each for each in new)]):
+            for each, _ in pairs:
+                each.grad = None
+            for each, gradient in chosen:
+                each.grad = gradient
+            yield
+    finally:
+        for each, gradient in pairs:
+            each.grad = gradient
 
 
 def is_elementwise(cls: type[Optimizer]) -> bool:

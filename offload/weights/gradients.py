@@ -311,15 +311,15 @@ class GradientStream(Client):
                 self.let_go(gradient)
                 return False
             block.readers[id(lane)] = lane
-        elif tensor is None or not may_leave(tensor, self._device):
-            return False
-        elif not has_own_storage(tensor):
-            # else an optimizer has taken it in the backward, or a hook has a view of it
-            if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
-                self._say_shared(gradient)
-            return False
         else:
-            self._retire(gradient)
+            self._retire(gradient)  # a hook may have taken it
+            if tensor is None or not may_leave(tensor, self._device):
+                return False
+            if not has_own_storage(tensor):
+                # else an optimizer has taken it in the backward, or a hook has a view of it
+                if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+                    self._say_shared(gradient)
+                return False
             gradient.await_return()
             if block.arrived is not None:
                 self._device.wait(self._device.d2h, block.arrived, "gradients home")
@@ -413,7 +413,7 @@ class GradientStream(Client):
         """The parameter has another gradient, or none."""
         if not gradient.known:
             return
-        if gradient.tensors:  # somebody has it
+        if gradient.tensors or gradient.is_held_elsewhere:  # somebody has it
             self.let_go(gradient)
             return
         gradient.dirty = False

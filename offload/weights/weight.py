@@ -325,9 +325,14 @@ class Weight:
         return [alias for known in self._aliases if (alias := known()) is not None]
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """The parameter, and what was made of it."""
+        return [self.parameter, *self.aliases()]
+
+    @property
     def is_held_elsewhere(self) -> bool:
         """Whether somebody has an unwatched alias: a save of autograd that no hook saw, or a recompute's."""
-        known = 3 + len(self.aliases())  # the parameter, `storage` and `on_device`
+        known = 2 + len(self.tensors)  # `storage` and `on_device`
         # a numpy array of a CPU tensor makes its storage one that cannot be resized
         return bool(use_count(self.storage._cdata) > known) or not self.storage.resizable()
 

@@ -123,6 +123,22 @@ def test_a_number_of_another_dtype_than_its_parameter_is_not_rounded() -> None:
     train()
 
 
+def test_sgd_steps_a_layer_that_trains_later_with_the_momentum_of_its_own_first_step() -> None:
+    ours, plain = (Loop(SGD, momentum=0.9, dampening=0.5, fused=None) for _ in range(2))
+    handle = offload.apply(ours.model, optimizer=ours.optimizer)
+    for trains in (False, True, True):
+        x = torch.randn(ROWS, WIDTH)
+        for loop in (ours, plain):
+            loop.model.layers[2].requires_grad_(trains)
+            squares(loop.model, x).backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    handle.remove()
+    for mine, its in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
+        buffers = ours.optimizer.state[mine], plain.optimizer.state[its]
+        torch.testing.assert_close(*(each["momentum_buffer"] for each in buffers))
+
+
 def test_hooks_attributes_and_the_schedulers_count_stay_through_both_conversions(recwarn: Any) -> None:
     loop = Loop()
     seen: list[str] = []

@@ -358,6 +358,33 @@ def test_hooks_of_the_loops_own_find_the_gradient(first: bool) -> None:
         assert all(map(torch.equal, seen[id(pair.model)], seen[id(pair.plain)]))
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("take", [lambda g: g, lambda g: g.detach(), lambda g: g.view(-1)[3:]])
+@pytest.mark.parametrize("leaves", [lambda g: None, lambda g: g.detach()])
+def test_a_hook_takes_a_gradient_that_was_on_the_host(take: Any, leaves: Any, first: bool) -> None:
+    """Or leaves another tensor of the same memory in its place."""
+    seen: dict[int, list[Tensor]] = {}
+
+    def hook(model: Any) -> None:
+        def takes(parameter: Any) -> None:
+            seen.setdefault(id(model), []).append(take(parameter.grad))
+            parameter.grad = leaves(parameter.grad)
+
+        for layer in model.layers[::2]:
+            layer.up.weight.register_post_accumulate_grad_hook(takes)
+
+    model = Model()
+    with waiting(model) as pair:
+        for both_hook in (hook,) if first else ():
+            both(pair, both_hook)
+        for number in range(4):
+            backward(pair)
+            if number == 1 and not first:
+                both(pair, hook)
+        assert all(map(torch.equal, seen[id(pair.model)], seen[id(pair.plain)]))
+        pair.check_gradients()
+
+
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
