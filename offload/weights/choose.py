@@ -41,10 +41,6 @@ class Choice:
         number, nbytes = self.resident.get(reason, (0, 0))
         self.resident[reason] = number + 1, nbytes + parameter.numel() * parameter.element_size()
 
-    @property
-    def streamed_bytes(self) -> int:
-        return sum(weight.nbytes for weights in self.blocks.values() for weight in weights)
-
 
 def choose_gradients(model: nn.Module, streamed: Choice | None) -> list[str]:
     """Parameters whose gradients may wait on the host, by name: all large ones, or those in `streamed`.

@@ -37,6 +37,7 @@ from offload.errors import OffloadError
 from offload.ids import Owner
 from offload.params.home import is_alone
 from offload.params.watched import untouched
+from offload.transfer.layout import bytes_of
 from offload.weights.forms import form_of
 from offload.weights.order import Pass
 from offload.weights.residency import Residency
@@ -204,8 +205,7 @@ class ExpertWeight(Streamed):
                 device.note_write(device.compute, matrix)
                 device.wait(device.d2h, device.record(device.compute), "experts out")
                 master = self.weight.master[expert * self.each : (expert + 1) * self.each]
-                flat = torch.empty(0, dtype=torch.uint8, device=matrix.device)
-                flat.set_(matrix.untyped_storage(), 0, (self.each,), (1,))
+                flat = bytes_of(matrix.untyped_storage(), 0, self.each)
                 whole.left = self._all.engine.copier.of(Owner("weights", whole.name)).send([(master, flat)])
                 device.wait(home, whole.left, "experts gone")
                 del flat

@@ -30,11 +30,10 @@ _MOST = 4
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """uses: each with the seconds until the next one that were no wait for weights. stall_s: those that were.
-    bytes_per_s: of the copies to the device."""
+    """uses: each with the seconds until the next one that were no wait for weights. bytes_per_s: of the copies
+    to the device."""
 
     uses: tuple[tuple[Use, float], ...]
-    stall_s: float
     bytes_per_s: float
 
     @property
@@ -152,6 +151,5 @@ class Measured:
         seconds = [*between, last]
         return MeasuredStep(
             tuple((sample.use, each) for sample, each in zip(samples, seconds, strict=True)),
-            sum(ms(sample.before, sample.after) for sample in samples) / 1e3,
             nbytes / (copied_ms / 1e3),
         )

@@ -131,8 +131,7 @@ class Parameters:
 
     def write_int8(self, weight: Weight, value: Tensor) -> None:
         """Quantise a value on the device, and send it to the weight's master. Raises ValueError where it is
-        not finite; the master is as before then. Blocks the host. Order: [Order: weights out], [Order:
-        weights gone]."""
+        not finite; the master is as before then. Blocks the host."""
         device = self._device
         with torch.inference_mode(False), torch.no_grad(), _plainly():
             value = value.to(device.torch_device)
@@ -146,14 +145,20 @@ class Parameters:
                     f"quantize='int8': {weight.name} has values that are inf or nan; mend them, or leave "
                     "quantize= out"
                 )
-            device.wait(device.d2h, device.record(device.compute), "weights out")
-            pairs = [(weight.master, flat)]
-            weight.block.left = self._engine.copier.of(Owner("weights", weight.name)).send(pairs)
-            device.wait(device.compute, weight.block.left, "weights gone")
+            self._send(weight, flat)
+
+    def _send(self, weight: Weight, flat: Tensor) -> None:
+        """To its master, these bytes that the current lane has written, and may have back. Order: [Order:
+        weights out], [Order: weights gone]."""
+        device = self._device
+        device.wait(device.d2h, device.record(device.compute), "weights out")
+        pairs = [(weight.master, flat)]
+        weight.block.left = self._engine.copier.of(Owner("weights", weight.name)).send(pairs)
+        device.wait(device.compute, weight.block.left, "weights gone")
 
     def _take_in(self, weight: Weight) -> None:
         """The bytes of the parameter as it is now go to its master, if that is not filled by itself; its
-        storage is its own from here on, and freed. Order: [Order: weights out], [Order: weights gone]."""
+        storage is its own from here on, and freed."""
         parameter, device = weight.parameter, self._device
         filled = weight.int8 or weight.source is not None or parameter.is_meta
         with torch.inference_mode(False), torch.no_grad(), _plainly():
@@ -173,10 +178,7 @@ class Parameters:
             weight.writes += 1
             if here and not filled:
                 device.note_write(device.compute, parameter)
-                device.wait(device.d2h, device.record(device.compute), "weights out")
-                pairs = [(master, weight.on_device)]
-                weight.block.left = self._engine.copier.of(Owner("weights", weight.name)).send(pairs)
-                device.wait(device.compute, weight.block.left, "weights gone")
+                self._send(weight, weight.on_device)
             device.free(weight.storage)
         self._engine.hooks.streamed[weight.storage._cdata] = partial(pack, weight=weight, use=self._use)
         watch(parameter, weight)
@@ -441,4 +443,4 @@ def close_behind(engine: OffloadEngine, weight: Weight, homes: Collection[Lane] 
     after = device.record(device.d2h)
     for home in (*homes, *([block.home] if block.present and block.home is not None else [])):
         device.wait(home, after, "weights gone")
-    weight.close_later(after)
+    weight.close(after)

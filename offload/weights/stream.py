@@ -112,9 +112,8 @@ class WeightStream(Client):
         self._handles: list[Any] = []
         self.removed = False
         reference = weakref.ref(self)
-        for block in self.blocks:
-            for weight in block.weights:
-                weight.holder = reference
+        for weight in self._weights:
+            weight.holder = reference
         self._parameters = Parameters(engine, self.blocks, self.residency, self._use_saved, self._resized)
         self._say_shared()
         self._parameters.take(model)
@@ -122,7 +121,7 @@ class WeightStream(Client):
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             gate = model.register_forward_pre_hook(refuse_without_values, prepend=True)
             self._handles.append(gate)
-        for weight in (weight for block in self.blocks for weight in block.weights):
+        for weight in self._weights:
             module, hook = weight.module(), HostState(weight)
             assert module is not None  # the model has it
             self._handles.append(module.register_state_dict_post_hook(hook))
@@ -134,11 +133,7 @@ class WeightStream(Client):
     def fill(self, tensor: Tensor, value: Tensor) -> None:
         """A streamed weight, or another tensor of the model that is on meta, has these values from here on.
         value: on the CPU, of its shape and dtype. Blocks the host. Raises HostBudgetError."""
-        weights = [
-            *(each.weight for each in self.experts.weights),
-            *(each for block in self.blocks for each in block.weights),
-        ]
-        streamed = {id(weight.parameter): weight for weight in weights}
+        streamed = {id(weight.parameter): weight for weight in self._weights}
         with self._lock:
             if (weight := streamed.get(id(tensor))) is not None:
                 self._parameters.fill(weight, value)
@@ -376,8 +371,14 @@ class WeightStream(Client):
     def _host_bytes(self) -> int:
         return sum(size.arriving for size in self._sizes) + self.experts.window.nbytes
 
+    @property
+    def _weights(self) -> list[Weight]:
+        """All that stream, by the block and by the expert."""
+        by_block = (weight for block in self.blocks for weight in block.weights)
+        return [*by_block, *(each.weight for each in self.experts.weights)]
+
     def int8_weights(self) -> list[Weight]:
-        return [weight for block in self.blocks for weight in block.weights if weight.int8]
+        return [weight for weight in self._weights if weight.int8]
 
     @property
     def _int8_bytes(self) -> int:
@@ -425,8 +426,7 @@ class WeightStream(Client):
             )
 
     def _say_shared(self) -> None:
-        weights = [w for block in self.blocks for w in block.weights if not w.without_values]
-        shared = [weight.name for weight in weights if not is_alone(weight.parameter)]
+        shared = [w.name for w in self._weights if not (w.without_values or is_alone(w.parameter))]
         if shared:
             logger.warning(
                 "%d streamed weights of %s share their memory with something else (the first: %s), such as a "

@@ -31,6 +31,7 @@ from offload.params.home import Claim, Stepper, has_own_storage, is_alone, use_c
 from offload.params.layout import lay_out
 from offload.params.sections import FlatSpec, HostSection
 from offload.params.watched import Watched, watched_in
+from offload.transfer.layout import bytes_of
 
 __all__ = [
     "BlockHolder",
@@ -50,13 +51,6 @@ _FLAT = "weights"
 
 Close = Callable[[], None] | None
 """Ends what a forward has opened."""
-
-
-def _bytes_over(storage: torch.UntypedStorage) -> Tensor:
-    """All bytes of a storage: 1-D, uint8."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
-        storage, 0, (storage.nbytes(),), (1,)
-    )
 
 
 def in_backward() -> bool:
@@ -236,7 +230,7 @@ class Weight:
     def rest(self) -> None:
         """The parameter's storage is its own from here on."""
         self.storage = self.parameter.untyped_storage()
-        self.on_device = _bytes_over(self.storage)
+        self.on_device = bytes_of(self.storage, 0, self.storage.nbytes())
         self.unswappable, self.without_values = weakref.ref(self.parameter), False
         self.version = self.parameter._version
 
@@ -246,27 +240,22 @@ class Weight:
         found = None if module is None else module._parameters.get(self.attribute)
         return found if type(found) is nn.Parameter and found is not self.parameter else None
 
-    def close(self) -> None:
-        """Give the host memory back. No copy of it is in flight."""
+    def close(self, after: Event | None = None) -> None:
+        """Give the host memory back. after: comes after all copies of it, and no lock is taken then; None
+        where none is in flight."""
         section, self._section = self._section, None
-        if section is not None and not self._leave_to_readers(section, None):
-            section.close()
-
-    def close_later(self, after: Event) -> None:
-        """As `close`, behind `after`: takes no lock."""
-        section, self._section = self._section, None
-        if section is not None and not self._leave_to_readers(section, after):
-            section.close_later(after)
-
-    def _leave_to_readers(self, section: HostSection, after: Event | None) -> bool:
-        """Whether somebody reads the host's copy, such as a state dict: its memory goes back behind them."""
+        if section is None:
+            return
         for known in self._copies.data.copy():
             if (tensor := known()) is not None:
                 ExpandedLater.make_ready(tensor)
         array = self._reader_of_host_copy()
-        if array is not None:
+        if array is not None:  # somebody reads the host's copy, such as a state dict: it goes with them
             weakref.finalize(array, section.close_later, after).atexit = False
-        return array is not None
+        elif after is not None:
+            section.close_later(after)
+        else:
+            section.close()
 
     # -- steps by an optimizer that keeps state on the host --------------------------------------------------
     @property

@@ -482,7 +482,7 @@ def test_the_warning_halves_its_tokens(caplog: pytest.LogCaptureFixture) -> None
     from offload.weights.measured import MeasuredStep
     from offload.weights.order import Pass, Use
 
-    step = MeasuredStep(tuple((Use(at, Pass.FORWARD), 0.001) for at in range(4)), 0.0, 1e9)
+    step = MeasuredStep(tuple((Use(at, Pass.FORWARD), 0.001) for at in range(4)), 1e9)
     whole, half = [Size(8_000_000, 8_000_000)] * 4, [Size(8_000_000, 4_000_000)] * 4
     assert step.longest_pass(whole) == 2 * step.longest_pass(half) == 8.0
     with caplog.at_level(logging.WARNING), int8() as pair:
