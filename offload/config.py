@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from offload.described import described
 from offload.sizes import is_count, optional_bytes, parse_bytes
@@ -20,13 +20,17 @@ __all__ = [
     "Mode",
     "OffloadConfig",
     "check_bytes",
+    "check_flags",
     "check_fraction",
     "check_index",
     "check_min_elements",
     "check_mode",
     "checked_config",
+    "config_or_fields",
     "load_fields",
 ]
+
+C = TypeVar("C")
 
 MIB = 1 << 20
 
@@ -73,6 +77,24 @@ def check_index(name: str, value: object, least: int = 0) -> None:
     """ValueError unless `value` counts from `least`: a rank, a virtual stage, a microbatch."""
     if not is_count(value, least):
         raise ValueError(f"{name} is {value!r}, must be a whole number, {least} or more")
+
+
+def check_flags(config: Any) -> None:
+    """ValueError for a field of a config whose default is True or False, and whose value is neither."""
+    for one in fields(config):
+        value = getattr(config, one.name)
+        if isinstance(one.default, bool) and not isinstance(value, bool):
+            raise ValueError(f"{one.name} is {value!r}, must be True or False")
+
+
+def config_or_fields(kind: type[C], config: C | None, given: Mapping[str, Any], of: str) -> C:
+    """`config`, or one of the fields that are given. of: who is built from it. Raises ValueError for both."""
+    if config is not None and given:
+        raise ValueError(
+            f"{of} got a config and {', '.join(sorted(given))} beside it; write the fields into the config, "
+            "or leave it out"
+        )
+    return kind(**given) if config is None else config
 
 
 def check_mode(name: str, value: object) -> Mode:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from offload.config import check_index, load_fields
+from offload.config import check_flags, check_index, load_fields
 from offload.described import described
 
 __all__ = ["MIB", "BridgeName", "ConductorConfig"]
@@ -70,10 +70,9 @@ class ConductorConfig:
     """Each line has the events since the last one: phases, requests, slots."""
 
     def __post_init__(self) -> None:
+        check_flags(self)
         for one in fields(self):
             value = getattr(self, one.name)
-            if isinstance(one.default, bool) and not isinstance(value, bool):
-                raise ValueError(f"{one.name} is {value!r}, must be True or False")
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if one.name.endswith("_mb") and value is not None and not (is_number and 0 < value < math.inf):
                 raise ValueError(f"{one.name} is {value!r}, must be a number of MiB above 0")

@@ -34,6 +34,7 @@ from offload.conductor.phases import PhaseCoordinator, PhaseOrderError
 from offload.conductor.rules import PolicyBridge, RuntimeLimitHints, bridge_of
 from offload.conductor.slots import TransferManager, TransferToken
 from offload.conductor.telemetry import TelemetryHub
+from offload.config import config_or_fields
 from offload.transfer.admission import DenialReason, Denied, Direction, Priority
 
 __all__ = ["ConductorRuntime"]
@@ -69,12 +70,7 @@ class ConductorRuntime:
         rules: PolicyBridge | None = None,
         **fields: Any,
     ) -> None:
-        if config is not None and fields:
-            raise ValueError(
-                f"{type(self).__name__} got a config and {', '.join(sorted(fields))} beside it; write the "
-                "fields into the config, or leave it out"
-            )
-        self.config = config = ConductorConfig(**fields) if config is None else config
+        self.config = config = config_or_fields(ConductorConfig, config, fields, type(self).__name__)
         self._enabled = config.enabled
         if not self._enabled:
             return

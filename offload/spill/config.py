@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from offload.config import check_index, load_fields
+from offload.config import check_flags, check_index, load_fields
 from offload.described import described
 from offload.spill.backend_cpu import checked_classes
 
@@ -105,9 +105,7 @@ class ActivationConfig:
         check_index("max_inflight_h2d", self.max_inflight_h2d, least=1)
         if self.min_numel is not None:
             check_index("min_numel", self.min_numel)
-        for one in fields(self):
-            if isinstance(one.default, bool) and not isinstance(getattr(self, one.name), bool):
-                raise ValueError(f"{one.name} is {getattr(self, one.name)!r}, must be True or False")
+        check_flags(self)
         if not (self.telemetry_file and isinstance(self.telemetry_file, str)):
             raise ValueError(
                 f"telemetry_file is {self.telemetry_file!r}, must be the path of a file, as text"

@@ -36,6 +36,7 @@ import torch
 
 from offload.client import Client, Phase
 from offload.compile.untraced import import_compiler
+from offload.config import config_or_fields
 from offload.engine import OffloadEngine
 from offload.engines import default_engine
 from offload.errors import OffloadError
@@ -87,13 +88,8 @@ class ActivationRuntime(Client):
         memory_allocated: MemoryMeter | Callable[[], int] | None = None,
         **fields: Any,
     ) -> None:
-        if config is not None and fields:
-            raise ValueError(
-                f"ActivationRuntime got a config and {', '.join(sorted(fields))} beside it; write the fields "
-                "into the config, or leave it out"
-            )
+        self.config = config = config_or_fields(ActivationConfig, config, fields, "ActivationRuntime")
         import_compiler()
-        self.config = config = ActivationConfig(**fields) if config is None else config
         writes = config.enabled and config.telemetry_enabled
         self.telemetry = ActivationTelemetry(config.telemetry_file if writes else None)
         self.min_elements = config.min_elements

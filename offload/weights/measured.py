@@ -30,8 +30,8 @@ _MOST = 4
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """uses: each with the seconds until the next one that were no wait for weights. bytes_per_s: of the copies
-    to the device."""
+    """uses: each with the seconds until the next one that were no wait for weights. bytes_per_s: of copies to
+    the device."""
 
     uses: tuple[tuple[Use, float], ...]
     bytes_per_s: float

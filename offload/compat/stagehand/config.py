@@ -5,14 +5,13 @@ One invariant: a config that exists is valid. Names and defaults are the source 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from offload.config import check_index
+from offload.config import MIB, check_flags, check_index
 from offload.described import described
 
 __all__ = ["MIB", "StagehandConfig"]
 
-MIB = 1 << 20
 _ALIGNMENTS = [1 << power for power in range(10)]
 """Bytes, up to those at which the arena aligns masters."""
 
@@ -77,10 +76,7 @@ class StagehandConfig:
     """Where to; lines are appended."""
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if isinstance(one.default, bool) and not isinstance(value, bool):
-                raise ValueError(f"{one.name} is {value!r}, must be True or False")
+        check_flags(self)
         for name in ("pinned_pool_mb", "pinned_slab_mb", "max_inflight_transfers"):
             check_index(name, getattr(self, name), least=1)
         for name in ("prefetch_window_blocks", "eviction_cooldown_steps", "telemetry_interval_steps"):

@@ -41,6 +41,7 @@ from offload.compat.stagehand.scheduler import (
     TransferKnobs,
 )
 from offload.compat.stagehand.telemetry import StagehandTelemetry, StepMetrics
+from offload.config import config_or_fields
 from offload.device import Event
 from offload.engine import OffloadEngine
 from offload.engines import default_engine
@@ -157,12 +158,7 @@ class StagehandRuntime:
         source: BlockSource | None = None,
         **fields: Any,
     ) -> None:
-        if config is not None and fields:
-            raise ValueError(
-                f"StagehandRuntime got a config and {', '.join(sorted(fields))} beside it; write the fields "
-                "into the config, or leave it out"
-            )
-        self.config = config = StagehandConfig(**fields) if config is None else config
+        self.config = config = config_or_fields(StagehandConfig, config, fields, "StagehandRuntime")
         self.closed = False
         if not config.stagehand_enabled:
             return
