@@ -200,22 +200,28 @@ def _shallow(row: Compared) -> dict[str, Any]:
 def _tried(
     model: nn.Module, step: Callable[[], object], arguments: dict[str, Any], seconds: float
 ) -> Compared:
-    """Take steps for so many seconds, two at least, under these arguments."""
+    """Take steps for so many seconds, two at least, under these arguments. Ranks go on together: the steps of
+    one that went on alone would wait for the others."""
     handle, times, peaks = None, list[float](), list[int]()
-    ends = time.monotonic() + seconds
+    ends, why_not, more = time.monotonic() + seconds, "", True
     try:
-        if arguments != _NOTHING:
-            handle = apply(model, **arguments)
-        engine = marks.default_manager().engine
-        while len(times) < _LEAST_STEPS or (len(times) < _MOST_STEPS and time.monotonic() < ends):
-            engine.device.reset_allocator_peak()
-            begun = time.perf_counter()
-            step()
-            engine.device.synchronize(engine.device.record(engine.device.compute))
-            times.append((time.perf_counter() - begun) * 1e3)
-            seen = engine.device.allocator_bytes()
-            saved = 0 if handle is None else engine.last_stats.device_bytes_peak
-            peaks.append(saved if seen is None else seen[1])
+        while more and not why_not:
+            try:
+                if handle is None and arguments != _NOTHING:
+                    handle = apply(model, **arguments)
+                else:
+                    _take(step, times, peaks, saved=handle is not None)
+            except torch.OutOfMemoryError:
+                why_not = "the device ran out of memory"
+            except (ValueError, OffloadError) as error:
+                if arguments == _NOTHING or not (handle is None or isinstance(error, OffloadError)):
+                    raise  # of the step
+                why_not = f"{'refused' if handle is None else 'fails'}: {error}"
+            more = len(times) < _LEAST_STEPS or (len(times) < _MOST_STEPS and time.monotonic() < ends)
+            found = _of_ranks((why_not, more))
+            why_not, more = max(why for why, _ in found), all(each for _, each in found)
+        if why_not:
+            return Compared(arguments=arguments, why_not=why_not)
         figures = {} if handle is None else handle.report().last_step
         weights = None if handle is None else handle.weights
         return Compared(
@@ -223,19 +229,25 @@ def _tried(
             steps=len(times),
             step_ms=statistics.median(times[len(times) // 2 :]),
             peak_bytes=max(peaks[len(times) // 2 :]),
-            pinned_bytes=engine.arena.held_bytes if handle is not None else 0,
+            pinned_bytes=0 if handle is None else marks.default_manager().engine.arena.held_bytes,
             moved_bytes=figures.get("moved_bytes", 0) + (weights.in_bytes if weights else 0),
             stall_ms=figures.get("stall_ms", 0.0) + (weights.stall_ms if weights else 0.0),
         )
-    except torch.OutOfMemoryError:
-        return Compared(arguments=arguments, why_not="the device ran out of memory")
-    except (ValueError, OffloadError) as error:
-        if arguments == _NOTHING or not (handle is None or isinstance(error, OffloadError)):
-            raise  # of the step
-        return Compared(arguments=arguments, why_not=f"{'refused' if handle is None else 'fails'}: {error}")
     finally:
         if handle is not None:
             handle.remove()
+
+
+def _take(step: Callable[[], object], times: list[float], peaks: list[int], *, saved: bool) -> None:
+    """One step, timed. saved: whether an engine without an allocator knows the peak of saved tensors."""
+    engine = marks.default_manager().engine
+    engine.device.reset_allocator_peak()
+    begun = time.perf_counter()
+    step()
+    engine.device.synchronize(engine.device.record(engine.device.compute))
+    times.append((time.perf_counter() - begun) * 1e3)
+    seen = engine.device.allocator_bytes()
+    peaks.append((engine.last_stats.device_bytes_peak if saved else 0) if seen is None else seen[1])
 
 
 def _clear(engine: OffloadEngine, config: Any, put_back: Callable[[], None]) -> None:
@@ -251,12 +263,18 @@ def _clear(engine: OffloadEngine, config: Any, put_back: Callable[[], None]) -> 
         torch.cuda.empty_cache()
 
 
+def _of_ranks(mine: Any) -> list[Any]:
+    """Of each rank, once all have called."""
+    found: list[Any] = [mine]
+    if dist.is_available() and dist.is_initialized():
+        found *= dist.get_world_size()
+        dist.all_gather_object(found, mine)
+    return found
+
+
 def _agreed(row: Compared) -> Compared:
     """The worst of all ranks."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return row
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, _shallow(row))
+    found = _of_ranks(_shallow(row))
     worst = {
         name: max(each[name] for each in found)
         for name in ("step_ms", "peak_bytes", "pinned_bytes", "moved_bytes", "stall_ms", "steps", "why_not")

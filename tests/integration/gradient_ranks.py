@@ -4,6 +4,7 @@ same without."""
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from offload import OffloadConfig, PipelineOffloadManager, configure
+from offload.compare import Compared
 from offload.errors import OffloadError
 from offload.weights.watched import StreamedWeight
 from tests.inside import gradients_of, streams_from
@@ -89,6 +91,20 @@ def said(model: nn.Module) -> str:
     return ""
 
 
+def compared(rank: int) -> tuple[Compared, ...]:
+    """By ranks of which one is slower, and refuses a mode."""
+    model = Model()
+    replicas = DistributedDataParallel(model)
+
+    def step() -> None:
+        time.sleep(0.004 * rank)
+        replicas(torch.randn(ROWS, WIDTH)).sum().backward()
+        model.zero_grad()
+
+    refused = {"mode": "groups"} | ({"blocks": "absent.*"} if rank else {})
+    return offload.compare(model, step, modes=[False, refused, "checkpoint"], budget_s=0.1).rows
+
+
 def rank_main(rank: int, world: int) -> dict[str, Any]:
     cases: dict[str, Any] = {}
     for name, build in [*BUILDS.items(), ("by hand", reduced_by_hand)]:
@@ -116,4 +132,6 @@ def rank_main(rank: int, world: int) -> dict[str, Any]:
                 cases["refused"] = said(model)
             handle.remove()
         PipelineOffloadManager.close_instance()
+    cases["compared"] = compared(rank)
+    PipelineOffloadManager.close_instance()
     return cases

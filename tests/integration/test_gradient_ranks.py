@@ -1,7 +1,9 @@
-"""Gradients on the host under DistributedDataParallel, and reduced by hand. Two gloo ranks run all cases."""
+"""Gradients on the host under DistributedDataParallel, and reduced by hand; and what compares modes there.
+Two gloo ranks run all cases."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,3 +33,12 @@ def test_the_whole_sum_of_the_microbatches_is_reduced(two_ranks: list[dict[str, 
 def test_a_collective_that_would_outlive_a_weights_bytes_is_refused(two_ranks: list[dict[str, Any]]) -> None:
     for rank in two_ranks:
         assert rank["refused"].startswith("a collective of torch.distributed on layers.0.up.weight")
+
+
+def test_ranks_that_compare_take_as_many_steps_and_find_the_same(two_ranks: list[dict[str, Any]]) -> None:
+    """A rank once stopped by its own clock, or where `apply` refused, while the other waited in a step."""
+    for plain, refused, recomputed in (rank["compared"] for rank in two_ranks):
+        assert "absent" in refused.why_not
+        assert [plain.why_not, recomputed.why_not] == ["", ""]
+    one, other = ([replace(row, arguments={}) for row in rank["compared"]] for rank in two_ranks)
+    assert one == other
