@@ -314,10 +314,8 @@ class TensorOffloader:
     # -- waiting, and the end --------------------------------------------------------------------------------
     def sync_offload(self) -> None:
         """Block the host until every copy to the host has passed: `cpu_tensor` of each handle is whole."""
-        with self.engine.lock:
-            handles = list(self._handles)
-        for handle in handles:
-            self._device.synchronize(handle.event)
+        for copy in list(self._leaving):
+            self._device.synchronize(copy.event)
         self._wait_for(self._leaving)
 
     def sync_reload(self) -> None:

@@ -403,8 +403,8 @@ class StagehandRuntime:
         finally:
             self.release_reservation(guest)
             policy.prefetch_window = window
-            with guest.offload_engine.lock:
-                guest.scheduler.evict_all() if not guest.closed else None
+            for block in guest.stream.blocks:
+                guest.stream.free(block)
 
     @property
     def size_bytes(self) -> int:
@@ -444,13 +444,6 @@ class StagehandRuntime:
         self.telemetry.drain()
         return self.offload_engine.arena
 
-    # -- copies of the model ---------------------------------------------------------------------------------
-    def __deepcopy__(self, memo: object) -> None:
-        """A copy of a model has no runtime."""
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _no_runtime, ()
-
-
-def _no_runtime() -> None:
-    """The runtime of a copied model."""
+        """A copy of a model, by deepcopy or pickle, has None in its place."""
+        return type(None), ()

@@ -220,12 +220,6 @@ class StagehandScheduler:
                 allocated -= block.held_bytes
                 self.stream.residency.drop(block)
 
-    def evict_all(self) -> None:
-        """Drop every block that may leave."""
-        for block in self.stream.blocks:
-            if block.may_leave:
-                self.stream.residency.drop(block)
-
     # -- what happened ---------------------------------------------------------------------------------------
     def take_stalls(self) -> None:
         """Take over the waits that the client has recorded since the last call."""

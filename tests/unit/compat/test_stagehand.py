@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import weakref
@@ -528,6 +529,7 @@ def test_a_model_with_a_layer_runtime_can_be_copied() -> None:
     model: Any = stagehand.layer(Model(2), engine=engine_of(), telemetry=False, strict_bf16=False)
     copied: Any = copy.deepcopy(model)
     assert copied._stagehand_layer_runtime is None
+    assert pickle.loads(pickle.dumps(model._stagehand_layer_runtime)) is None
     x = torch.randn(ROWS, WIDTH)
     assert torch.equal(model(x), copied(x))
     model._stagehand_layer_runtime.shutdown()
