@@ -64,15 +64,11 @@ class Parameters:
         self._model = weakref.ref(model)
         try:
             for weight in weights:  # what loses bits is read whole before anything goes
-                if weight.int8 or weight.source:
-                    weight.make_master(self._engine.arena)
                 if weight.source is not None:
+                    weight.make_master(self._engine.arena)
                     weight.source(weight)
                 elif weight.int8:
-                    with _plainly():
-                        value = weight.parameter.data
-                    self.write_int8(weight, value)
-                    del value
+                    self.write_int8(weight, weight.parameter.data)
             with progress("weights to the host", len(weights), "weight") as show:
                 for weight in weights:
                     self._take_in(weight)
@@ -112,11 +108,11 @@ class Parameters:
             return
         if weight.int8 and weight.parameter.requires_grad:
             raise written(weight)
-        weight.make_master(self._engine.arena)
         try:
             if weight.int8:
                 self.write_int8(weight, value)
             else:
+                weight.make_master(self._engine.arena)
                 weight.write_master(value)
         except BaseException:
             weight.close()
@@ -130,8 +126,9 @@ class Parameters:
         self._moved_here.append((tensor, None))
 
     def write_int8(self, weight: Weight, value: Tensor) -> None:
-        """Quantise a value on the device, and send it to the weight's master. Raises ValueError where it is
-        not finite; the master is as before then. Blocks the host."""
+        """Quantise a value on the device, and send it to the weight's master. Raises HostBudgetError, and
+        ValueError where it is not finite; the master is as before then. Blocks the host."""
+        weight.make_master(self._engine.arena)
         device = self._device
         with torch.inference_mode(False), torch.no_grad(), _plainly():
             value = value.to(device.torch_device)
@@ -298,22 +295,18 @@ class Parameters:
                     written.append(weight)
             except OffloadError as error:
                 lost = error
-        if written:
-            self._take_writes(block, written)
-        if lost is not None:
-            raise lost
-
-    def _take_writes(self, block: BlockWeights, written: list[Weight]) -> None:
         for weight in written:
             weight.dirty = False
             weight.writes += 1
             if weight.experts is not None:
                 weight.experts.forget()
-        if block.present:
+        if written and block.present:
             self._residency.drop(block)
-        torch.autograd.graph.increment_version([weight.parameter for weight in written])
         for weight in written:
+            torch.autograd.graph.increment_version(weight.parameter)
             weight.version = weight.parameter._version
+        if lost is not None:
+            raise lost
 
     # -- other parameters, or other bytes --------------------------------------------------------------------
     def set_data(self, weight: Weight, value: Tensor) -> None:
@@ -359,7 +352,6 @@ class Parameters:
             found.data = found.data.clone(memory_format=torch.preserve_format)
         weight.parameter = found
         if weight.int8:
-            weight.make_master(self._engine.arena)
             self.write_int8(weight, found.data)
         self._take_again(weight)
 
