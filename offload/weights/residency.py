@@ -380,11 +380,12 @@ class Residency:
             bring()
 
     # -- out -------------------------------------------------------------------------------------------------
-    def write_back(self, *blocks: BlockWeights) -> None:
-        """Send what was written on the device to the masters, as one piece. Order: [Order: weights out]; who
-        wrote has waited for the way in, so the master is read no more."""
+    def write_back(self, *blocks: BlockWeights, only: Weight | None = None) -> None:
+        """Send what was written on the device to the masters, as one piece. only: of these blocks. Order:
+        [Order: weights out]; who wrote has waited for the way in, so the master is read no more."""
         device = self.device
-        written = [weight for block in blocks for weight in block.weights if weight.dirty]
+        weights = (weight for block in blocks for weight in block.weights)
+        written = [weight for weight in weights if weight.dirty and only in (None, weight)]
         if not written:
             return
         for weight in written:

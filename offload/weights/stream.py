@@ -340,7 +340,7 @@ class WeightStream(Client):
         with self._lock:
             block = weight.block
             self._parameters.take_host_writes(block)
-            self.residency.write_back(block)
+            self.residency.write_back(block, only=weight)  # the others may be written meanwhile
             weight.stale |= not self.residency.stays(block, self.order.coming())
             weight.stepped_here = not weight.stale or (weight.stepped_here and weight.is_under_way)
             events = tuple(event for event in (block.left, block.arrived) if event is not None)

@@ -80,6 +80,20 @@ def test_a_loop_has_the_bits_of_plain_torch_and_fetches_no_block_more(
         close(optimizers)
 
 
+def test_a_block_has_weights_of_which_some_are_stepped_on_the_device(overlap: Overlap) -> None:
+    """A step that claims the one sends no bytes of the other, which is written meanwhile."""
+    with streamed(weights="30kB") as pair:
+        made = [
+            [getattr(layer, name).weight for name in ("up", "down") for layer in model.layers]
+            for model in (pair.model, pair.plain)
+        ]
+        ours = HybridDeviceOptimizer(
+            made[0], 0.5, overlap=overlap, model=pair.model, engine=pair.stream._engine, lr=1e-2, fused=True
+        )
+        pair.train(4, optimizers=(ours, AdamW(made[1], lr=1e-2, fused=True)))
+        ours.close()
+
+
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_masters_of_half_precision_weights(overlap: Overlap, share: float, reentrant: bool | None) -> None:
