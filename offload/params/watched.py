@@ -36,7 +36,7 @@ READ_NO_BYTES = (
 )
 """What reads and writes no element."""
 
-W = TypeVar("W", bound="Watched")
+W = TypeVar("W", bound=Tensor)
 
 
 def untouched(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -76,6 +76,7 @@ from offload.transfer.admission import Direction, Lease, Priority
 from offload.transfer.stalls import Stalls, total_ms
 from offload.weights.order import Order
 from offload.weights.policy import Policy
+from offload.weights.readers import Readers
 from offload.weights.weight import BlockWeights, Weight
 
 __all__ = ["Residency"]
@@ -94,8 +95,8 @@ class Moved(NamedTuple):
 
 class Residency:
     """The device's share of some blocks. client: whose copies they are. window_bytes: of the blocks that the
-    plan does not keep, on the device at once. policy: decides in the plan's place. Called under the engine's
-    lock; blocks the host: never, but for `flush`."""
+    plan does not keep, on the device at once. policy: decides in the plan's place. callers: threads that may
+    read beside a forward. Called under the engine's lock; blocks the host: only in `flush` and `drop`."""
 
     def __init__(
         self,
@@ -104,9 +105,11 @@ class Residency:
         blocks: Sequence[BlockWeights],
         window_bytes: int,
         policy: Policy | None = None,
+        callers: Readers | None = None,
     ) -> None:
         self._engine = engine
         self._client, self.policy = client, policy
+        self._callers = callers
         self.device: Device = engine.device
         self.blocks = blocks
         self.window_bytes = window_bytes
@@ -402,10 +405,13 @@ class Residency:
             self.out_bytes += weight.nbytes
 
     def drop(self, block: BlockWeights) -> None:
-        """Take the block off the device: without a copy where the masters are its bytes. Order: [Order:
-        weights gone]."""
+        """Take the block off the device: without a copy where the masters are its bytes. Blocks the host for
+        another thread's call that reads it. Order: [Order: weights gone]."""
         device, home = self.device, block.home
         assert home is not None  # it is present
+        if block.called and self._callers is not None:
+            self._callers.await_calls(block.called)
+            block.called = {}
         self.write_back(block)
         for lane in block.readers.values():
             if lane is not home:

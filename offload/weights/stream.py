@@ -38,6 +38,7 @@ from offload.weights.measured import Measured, MeasuredStep
 from offload.weights.order import Order, Pass, Use
 from offload.weights.parameters import Parameters
 from offload.weights.policy import Policy
+from offload.weights.readers import Readers
 from offload.weights.residency import Residency
 from offload.weights.saves import open_saves
 from offload.weights.watched import make_plain, watch
@@ -92,7 +93,8 @@ class WeightStream(Client):
                 f"arrives, which takes {bytes_text(least)} together; give at least that, or "
                 'weights="host" for no more than that'
             )
-        self.residency = Residency(engine, self.name, self.blocks, least, policy)
+        self._readers = Readers()
+        self.residency = Residency(engine, self.name, self.blocks, least, policy, self._readers)
         self.experts = Experts(self.residency, engine, self._begin, self._use_saved)
         what = f"the streamed weights of {self.model_name}"
         check_budget(engine.arena, self._host_bytes, what, "name fewer blocks")
@@ -208,6 +210,7 @@ class WeightStream(Client):
             if weight.parameter._version != weight.version:
                 found.append(weight)
             watch(weight.parameter, weight)
+        block.called = self._readers.places()
         for weight in found:
             self.wrote(weight)
         if block.index < 0:
@@ -280,6 +283,7 @@ class WeightStream(Client):
     @contextmanager
     def hold(self, weights: Collection[Weight]) -> Iterator[None]:
         """As Holder."""
+        self._readers.note()
         blocks: dict[BlockWeights, list[Weight]] = {}
         for weight in weights:
             blocks.setdefault(weight.block, []).append(weight)
@@ -327,6 +331,7 @@ class WeightStream(Client):
 
     def host_copy(self, weight: Weight) -> Tensor:
         """As Holder. Blocks the host for a copy that is still to come."""
+        self._readers.note()
         with self._lock:
             return self._parameters.host_copy(weight)
 

@@ -95,6 +95,8 @@ class StreamedWeight(Watched):
             return untouched(func, args, kwargs)
         found = list(watched_in((args, kwargs), StreamedWeight))
         owners = [owner_of(tensor) for tensor in found]
+        if not found:
+            return _beside_a_forward(func, args, kwargs)
         if func in _SET_DATA:
             return _set_data(args[0], args[1])
         if len(found) == 1 and (owners[0].experts is not None or owners[0].uses is not None):
@@ -259,7 +261,7 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     found = list(watched_in((args, kwargs), StreamedWeight))
     owners = [owner_of(tensor) for tensor in found]
     if not owners:
-        return func(*args, **kwargs)
+        return _beside_a_forward(func, args, kwargs)
     with _held(owners):
         if func in _AS_ARRAY:  # of a copy: an array would outlive the bytes, and what is written be lost
             with torch.no_grad() if kwargs.get("force") else nullcontext():
@@ -279,6 +281,13 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if silent or any(tensor is each for each in out) or _version(tensor) != version:
                 holder_of(weight).wrote(weight)
         return _aliases_in(result, owners)
+
+
+def _beside_a_forward(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Since the call was seen, another thread's forward may have given the weights torch's own class."""
+    homes = [vars(tensor)[HOME]() for tensor in watched_in((args, kwargs), Tensor) if HOME in vars(tensor)]
+    with _held([weight for weight in homes if isinstance(weight, Weight)]):
+        return func(*args, **kwargs)
 
 
 def _by_expert(weight: Weight, tensor: Tensor, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

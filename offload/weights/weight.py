@@ -426,6 +426,7 @@ class BlockWeights:
     | left_unseen | that is later than `arrived`: who waits for the one has not waited for the other |
     | home | the lane that its bytes were allocated on |
     | readers | lanes that have waited for `arrived`, by id |
+    | called | where other threads stood when its last forward ended, which may read its weights unseen |
     """
 
     index: int
@@ -442,6 +443,7 @@ class BlockWeights:
     left_unseen: bool = False
     home: Lane | None = None
     readers: dict[int, Lane] = field(default_factory=dict)
+    called: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     nbytes: int = 0
     link_bytes: int = 0

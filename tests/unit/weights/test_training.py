@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from offload.device.sim import ExecutorName
 from offload.errors import CaptureError, OffloadError
+from offload.weights import readers
 from tests.inside import streaming_of
 from tests.unit.weights.streamed import BLOCK_BYTES, BLOCKS, ROWS, WIDTH, Model, Pair, squares, streamed
 
@@ -489,6 +490,52 @@ def test_threads_that_train_evaluate_and_read_one_model_beside_each_other() -> N
         for thread in threads:
             thread.join()
         assert wrong == []
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["a long call", "a thread that waits"])
+def test_bytes_are_freed_behind_a_call_of_another_thread_that_began_inside_the_forward(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "PATIENCE_S", 0.01 if waits else 60.0)
+    begun, over = threading.Event(), threading.Event()
+
+    class Begins(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if thread.ident is None and self is not model.layers[0]:
+                thread.start()
+                assert begun.wait(60)
+            return super().forward(x)
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Begins(512, 512, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model, found = Wide(), []
+
+    def read() -> None:
+        model.layers[0].weight.sum()  # is seen
+        begun.set()
+        if waits:
+            over.wait(60)
+        else:
+            found.append(torch.sort(model.layers[1].weight).values)
+
+    thread = threading.Thread(target=read)
+    with streamed(model, frozen=True) as pair:
+        with torch.no_grad():
+            pair.model(torch.ones(1, 512))
+        block = pair.stream.blocks[1]
+        pair.stream.free(block)
+        assert not block.present
+        over.set()
+        thread.join()
+        assert waits or torch.equal(found[0], pair.plain.layers[1].weight.sort().values)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -1,0 +1,71 @@
+"""Threads that read weights beside the forwards of another one.
+
+Inside a block's forward its weights have torch's own class, so a call that another thread makes then is not
+seen, and may go on in C++ when the block's bytes are freed. Such a thread has released the interpreter's lock
+inside that call: it stands at one instruction until the call ends.
+
+One invariant: a call that began before its block's forward ended has ended, or has stood for `PATIENCE_S`,
+when the block's bytes are freed. Only threads that were seen to read or write a weight are looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+from offload.weights.weight import in_backward
+
+__all__ = ["PATIENCE_S", "Places", "Readers"]
+
+PATIENCE_S = 0.05
+"""Longer than the host's part of an operator on a GPU. What stands longer waits for something else, such as
+the next entry of a queue, and is not waited for again until it has been seen once more."""
+
+_OWN = os.path.dirname(os.path.dirname(__file__))
+
+Places = dict[int, tuple[int, int]]
+"""Where threads stand: by identifier of the thread, the frame and its last instruction."""
+
+
+class Readers:
+    """Of one model."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+        self._waits: Places = {}
+
+    def note(self) -> None:
+        """The current thread reads or writes a weight from outside of its block. A backward's does so while
+        the one that called it waits."""
+        if not in_backward():
+            mine = threading.get_ident()
+            self._known.add(mine)
+            self._waits.pop(mine, None)
+
+    def places(self) -> Places:
+        """Of the other threads that may read a weight unseen: not inside of this package, which sees it."""
+        mine = threading.get_ident()
+        if not self._known - {mine}:
+            return {}
+        frames = sys._current_frames()
+        self._known &= frames.keys()
+        frames.pop(mine)  # which would hold itself, and so the others' frames, until a collection
+        return {
+            thread: (id(frame), frame.f_lasti)
+            for thread, frame in frames.items()
+            if thread in self._known and not frame.f_code.co_filename.startswith(_OWN)
+        }
+
+    def await_calls(self, before: Places) -> None:
+        """What stands where it stood then goes on first. Blocks the host for it, `PATIENCE_S` at most."""
+        end = time.monotonic() + PATIENCE_S
+        while before:
+            now = self.places()
+            before = {t: at for t, at in before.items() if now.get(t) == at != self._waits.get(t)}
+            if time.monotonic() > end:
+                self._waits |= before
+                return
+            time.sleep(1e-4)
+
