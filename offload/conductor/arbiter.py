@@ -3,12 +3,13 @@ for there, and it follows the phases that the clients see.
 
     slots        a client that copies in a direction has one slot there, whatever the number of its pieces,
                  until the last of them has passed. So alone no client is denied for a slot
-    two clients  where others copy to the device too, a prefetch waits until its client has less than
-                 `slot_mb` queued: copies of a direction are first in, first out, so that is what a required
-                 one behind them waits for. Queued is a piece whose buffer compute has got to, and which has
-                 not passed; before that it keeps nobody waiting, and the host is far ahead of the device.
-                 Clients count that by themselves, in the order of their reads: `slot_mb` bounds
-                 kind_ahead_bytes of transfer/limits.py while several kinds come in
+    two clients  where others copy to the device too, or did in the last step, a prefetch waits until its
+                 client has less than `slot_mb` queued: copies of a direction are first in, first out, so that
+                 is what a required one behind them waits for
+    far ahead    while compute is not yet where the last request was made, nothing is denied but what takes
+                 memory: no copy that is asked for now begins before compute gets here, and what is on the
+                 link by then nobody knows. There `slot_mb` bounds kind_ahead_bytes of transfer/limits.py
+                 while several kinds come in: clients count it by themselves, in the order of their reads
     suppressed   one prefetch of each client is in flight: the window is 1
     OPTIMIZER    no saved tensor leaves; it is kept, and nobody waits. The one slot to the device is for a
                  HybridDeviceOptimizer while it copies; weights and gradients that torch's own steps have the
@@ -67,14 +68,11 @@ class _Share:
 
 
 class _Piece:
-    """As Lease: one piece, from its request until its copy has passed. due: of a prefetch, where
-    compute is at the request; the copy cannot begin before, as its buffer is allocated there."""
+    """As Lease: one piece, from its request until its copy has passed."""
 
-    def __init__(
-        self, of: Conductor, share: _Share, inner: Lease, nbytes: int, priority: Priority, due: Event | None
-    ) -> None:
+    def __init__(self, of: Conductor, share: _Share, inner: Lease, nbytes: int, priority: Priority) -> None:
         self._conductor, self._share, self._inner = of, share, inner
-        self.nbytes, self.priority, self.due = nbytes, priority, due
+        self.nbytes, self.priority = nbytes, priority
 
     def done(self, event: Event | None) -> None:
         self._inner.done(event)
@@ -137,6 +135,7 @@ class Conductor(ConductorRuntime):
     def _arbitrate(self, engine: OffloadEngine) -> None:
         self.engine, self._inner, self._several = engine, engine.copier.admission, False
         self._shares: defaultdict[tuple[str, Direction], _Share] = defaultdict(_Share)
+        self._reached: Event | None = None  # where compute was to be at the last request
         self._limits = engine.limits.contributor(CLIENT, self)
         engine.attach(self._client)
         engine.copier.admission, engine.on_phase = self, self._saw
@@ -247,12 +246,15 @@ class Conductor(ConductorRuntime):
         self, nbytes: int, direction: Direction, client: str, priority: Priority, inner: Lease | Denied
     ) -> Lease | Denied:
         self._reap(direction)
-        self._check()
-        share = self._shares[client, direction]
+        device, share = self.engine.device, self._shares[client, direction]
+        is_near = self._reached is None or device.poll(self._reached)
+        self._reached = device.record(device.compute)
+        if is_near:
+            self._check()
         if isinstance(inner, Denied):
             reason: DenialReason | None = inner.reason
         else:
-            reason = self._refusal(share, nbytes, direction, client, priority)
+            reason = self._refusal(share, nbytes, direction, client, priority, is_near)
         self.counts.denials += reason is not None
         self.counts.grants += reason is None
         answer = None if reason is None else Denied(reason)
@@ -263,15 +265,27 @@ class Conductor(ConductorRuntime):
             return answer
         if share.token is None:
             share.token = self.transfers.take(client, direction, priority)
-        device = self.engine.device
-        due = device.record(device.compute) if priority is Priority.SPECULATIVE else None
-        piece = _Piece(self, share, lease, nbytes, priority, due)
+        piece = _Piece(self, share, lease, nbytes, priority)
         share.pieces[piece] = None
         return piece if reason is None else Denied(reason, piece)
 
     def _refusal(
-        self, share: _Share, nbytes: int, direction: Direction, client: str, priority: Priority
+        self,
+        share: _Share,
+        nbytes: int,
+        direction: Direction,
+        client: str,
+        priority: Priority,
+        is_near: bool,
     ) -> DenialReason | None:
+        is_ahead, suppressed = priority is Priority.SPECULATIVE, self.hints.suppress_speculative
+        window, ahead = self._window(), sum(piece.priority is priority for piece in share.pieces)
+        takes_memory = suppressed and self.phase is not Phase.OPTIMIZER
+        if is_ahead and window is not None and ahead >= window and (is_near or takes_memory):
+            rule = DenialReason.PHASE_RULE_SUPPRESSED_SPECULATIVE
+            return rule if suppressed else DenialReason.H2D_SLOTS_EXHAUSTED
+        if not is_near:
+            return None
         if share.token is None:
             full = self.transfers.refusal(direction, Priority.REQUIRED)
             if self.phase is Phase.OPTIMIZER and self._shares["optim", direction].token is None:
@@ -279,18 +293,10 @@ class Conductor(ConductorRuntime):
                 full = full if self.transfers.in_flight(direction) >= slots else None
             spills = direction is Direction.D2H and client in _SAVE_TENSORS
             return None if full is not None and spills and self._is_short() else full
-        if priority is not Priority.SPECULATIVE:
-            return None
-        window, ahead = self._window(), sum(piece.priority is priority for piece in share.pieces)
-        if window is not None and ahead >= window and self.hints.suppress_speculative:
-            return DenialReason.PHASE_RULE_SUPPRESSED_SPECULATIVE
-        crowded = False
-        if self.transfers.in_flight(direction) > 1:
-            poll = self.engine.device.poll
-            queued = [piece.nbytes for piece in share.pieces if piece.due is None or poll(piece.due)]
-            crowded = bool(queued) and nbytes + sum(queued) > self.config.slot_bytes
-        shrunk = window is not None and ahead >= window
-        return DenialReason.H2D_SLOTS_EXHAUSTED if crowded or shrunk else None
+        queued = nbytes + sum(piece.nbytes for piece in share.pieces)
+        others = self._several or self.transfers.in_flight(direction) > 1
+        crowded = is_ahead and others and queued > self.config.slot_bytes
+        return DenialReason.H2D_SLOTS_EXHAUSTED if crowded else None
 
     def _window(self) -> int | None:
         """Prefetches of one client in flight; None for as many as its own caps have room for."""

@@ -22,7 +22,7 @@ import offload
 from offload import PipelineOffloadManager, process
 from offload.client import Phase
 from offload.conductor import Conductor, ConductorConfig
-from offload.device.sim import ExecutorName
+from offload.device.sim import ExecutorName, SimDevice
 from offload.transfer.admission import CapsAdmission, Direction
 from tests.inside import streams_from
 from tests.ticks import counted_time
@@ -84,6 +84,22 @@ def test_with_memory_enough_every_block_is_found_as_without_a_conductor(frozen: 
         assert figures is not None
         assert figures.hits > 0
         assert figures.misses == 0
+
+
+def test_with_a_host_that_is_ahead_every_block_of_three_kinds_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No copy that was issued is seen to pass, as where the device is a step behind."""
+    with streamed(mode="hidden_states", min_numel=1, conductor=True) as pair:
+        pair.train(steps=3)
+        conductor, figures = pair.handle.conductor, pair.handle.weights
+        assert conductor is not None
+        assert figures is not None
+        before = conductor.counts.denials, figures.misses
+        monkeypatch.setattr(SimDevice, "poll", lambda device, event: False)
+        pair.train(steps=2)
+        assert (conductor.counts.denials, figures.misses) == before
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("bridge", ["v0", "turns"])
