@@ -397,7 +397,9 @@ class WeightStream(Client):
             size, nbytes = whole[each.parent.index], each.weight.nbytes
             whole[each.parent.index] = Size(size.used + nbytes, size.arriving + nbytes)
         self.limit_bytes = max(self._asked_bytes, least_window(whole))
-        self.experts.window.share(self.limit_bytes - least_window(self._sizes))
+        least = least_window(self._sizes)
+        self.experts.window.share(self.limit_bytes - least)
+        self.limit_bytes = max(self.limit_bytes, least + self.experts.window.room_bytes)
         self._take_plan(first_plan(self._sizes, self._limit_of_blocks))
 
     @property
@@ -420,11 +422,11 @@ class WeightStream(Client):
             )
 
     def _say_larger(self) -> None:
-        """At a step's end, when a conversion is whole."""
+        """At a step's end, when a conversion is whole, or some weights stream by the expert beside blocks."""
         if 0 < self._asked_bytes < self.limit_bytes and self._said.first("larger"):
             logger.warning(
-                "%s: its converted weights take %s for two blocks, more than weights= allows, %s; remove() "
-                "and apply() again with at least that, or convert back",
+                "%s: its weights, as they are converted or come by the expert, take %s for two blocks, more "
+                "than weights= allows, %s; remove() and apply() again with at least that",
                 self.model_name,
                 bytes_text(self.limit_bytes),
                 bytes_text(self._asked_bytes),

@@ -191,6 +191,7 @@ class Window:
         rest = max(0, nbytes - self.room_bytes)
         for each in self.weights:
             each.stay = min(each.number, rest * each.weight.nbytes // self.nbytes // each.each)
+            each.favoured = set()
             self.room_bytes += each.stay * each.each
         self._gone()
 

@@ -39,10 +39,11 @@ class Model(nn.Module):
         for layer in self.layers:
             layer.experts.requires_grad_(False)
         self.embed, self.checkpoints = nn.Linear(WIDTH, WIDTH), checkpoints
+        self.skips: tuple[int, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
-        for layer in self.layers:
+        for layer in (layer for number, layer in enumerate(self.layers) if number not in self.skips):
             made = (
                 layer(x) if self.checkpoints is None else checkpoint(layer, x, use_reentrant=self.checkpoints)
             )
@@ -173,6 +174,26 @@ def test_evaluation_and_inference_between_steps() -> None:
             with mode():
                 assert torch.equal(pair.model.eval()(x), pair.plain.eval()(x))
             pair.model.train(), pair.plain.train()
+
+
+@pytest.mark.parametrize("limit", [LIMIT, 2 * LIMIT])
+def test_a_weight_that_an_evaluation_uses_first_takes_room_between_a_forward_and_its_backward(
+    limit: int,
+) -> None:
+    model = Model()
+    model.skips = (1, 2)
+    with mixtures(model, weights=f"{limit}B") as pair:
+        train(pair)
+        x = torch.randn(ROWS, WIDTH)
+        made = [each(x) for each in (pair.model, pair.plain)]
+        for each in (pair.model, pair.plain):
+            each.skips = ()
+            with torch.no_grad():
+                each(x)
+        assert len(by_expert(pair.handle)) == 2 * LAYERS
+        for y in made:
+            y.square().sum().backward()
+        pair.check_gradients()
 
 
 def test_evaluation_alone_streams_by_the_expert() -> None:
