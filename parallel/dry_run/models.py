@@ -166,7 +166,7 @@ def model_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         bias=bool(config.get("mlp_bias")),
         qkv_bias=bool(config.get("attention_bias", kind in _QKV_BIAS)),
         qk_norm=kind in _QK_NORM,
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=bool(config.get("tie_word_embeddings", kind == "smollm3")),  # a file leaves a class's own out
         left_out=_left_out(config),
     )
     experts = next(

@@ -275,6 +275,8 @@ def test_every_schedule_of_torch_gives_each_chunk_one_forward_and_one_whole_back
 def test_a_transformers_config_is_read_and_what_it_does_not_describe_is_said() -> None:
     llama = model_from_config(SMALL, "mine")
     assert (llama.layers, llama.head_dim, llama.kv_heads, llama.experts, llama.left_out) == (8, 64, 4, 0, ())
+    for kind, tied in (("llama", False), ("smollm3", True)):  # by a class's own default
+        assert model_from_config(SMALL | {"model_type": kind}, "mine").tied is tied
     windowed = model_from_config(SMALL | {"sliding_window": 256, "attention_dropout": 0.1}, "mine")
     assert windowed.left_out == (
         "the attention window of 256 tokens: attention is over all", "attention_dropout 0.1",
