@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         epilog="offload COMMAND --help has the arguments of each",
     )
     parser.add_argument("--version", action="version", version=f"offload {offload.__version__}")
-    parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND", help=", ".join(_COMMANDS))
+    parser.add_argument("command", choices=_COMMANDS, help="which")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of that command")
     given = parser.parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
