@@ -139,6 +139,11 @@ class Applied:
         return tuple(name for names in self.groups.values() for name in names)
 
     @property
+    def is_off(self) -> bool:
+        """Mode False, and no weights, gradients or optimizer's state that were to leave."""
+        return self.mode is False and not (self._stream or self._gradients or self._move_state_back)
+
+    @property
     def weights(self) -> WeightFigures | None:
         """Which weights stream, and what that did in the last step; None without `weights=`."""
         return None if self._stream is None else self._stream.figures
@@ -153,13 +158,14 @@ class Applied:
         """What was saved, moved and kept since `apply`, by all that is offloaded in this process, and in
         which phase of a step the device's memory is highest. gather: with every rank's figures; then all
         ranks must call. Blocks the host: only to gather."""
-        nothing = f"mode={self.mode!r}, as it was asked: nothing of {self._name} leaves"
+        nothing = f"mode={self.mode!r}, as it was asked: no saved tensor of {self._name} leaves"
         if self._start is None:
             return replace(report(gather=gather), remark=nothing)
         peak = self._root.peak.text() if isinstance(self._root, ModelRoot) else ""
         found = replace(self._start.report(gather=gather), peak=peak)
-        found = replace(found, remark=found.remark or nothing) if self.mode == "checkpoint" else found
         weights, gradients = self.weights, self.gradients
+        if self.mode == "checkpoint" or (self.mode is False and weights is gradients is None):
+            found = replace(found, remark=found.remark or nothing)
         return replace(
             found,
             weights=None if weights is None else replace(weights),
@@ -286,8 +292,7 @@ class Applied:
         )
 
     def __repr__(self) -> str:
-        off = self.mode is False and not (self._stream or self._gradients or self._move_state_back)
-        state = "" if self._root is not None or off else ", removed"
+        state = "" if self._root is not None or self.is_off else ", removed"
         found = "; ".join(
             f"{group}: {len(names)} module{'s' * (len(names) != 1)}, {names[0]}"
             + (f" to {names[-1]}" if len(names) > 1 else "")

@@ -21,6 +21,7 @@ from offload.marks import default_manager
 from offload.planner.explained import Explanation
 from offload.planner.explained_picture import draw_explanation
 from offload.telemetry.drawing import draw
+from offload.telemetry.lines import can_be_written
 from offload.telemetry.timeline import Timeline
 from offload.telemetry.trace import Trace
 from offload.telemetry.verdict import verdict
@@ -35,8 +36,11 @@ def tracing(path: str | Path | None = None) -> Iterator[Trace]:
     path: where a Chrome trace of it goes, which ui.perfetto.dev opens: lanes with their groups, microbatches,
         and bytes by kind. None writes none; `trace.save()` does, also into one file with torch.profiler's.
     Each group and copy costs some timed events meanwhile, and no wait. At the end the host is blocked until
-    the device has done what was recorded. Raises RuntimeError inside another `tracing()`.
+    the device has done what was recorded. Raises RuntimeError inside another `tracing()`, ValueError for a
+    path that cannot be written, and at the end where nothing was recorded for it.
     """
+    if path is not None and not can_be_written(Path(path)):
+        raise ValueError(f"tracing({str(path)!r}) cannot write that: give a file in a folder that is there")
     recorder, trace = Recorder(default_manager()), Trace()
     recorder.start()
     try:

@@ -90,8 +90,13 @@ class Report:
         trace: of a step, what `offload.tracing()` yields: memory by kind and lanes over time are drawn. The
             page says so where they were not recorded.
         Raises ImportError for a trace without matplotlib (the extra `plot`), ValueError for one in which
-        nothing was saved or copied; nothing is written then. Blocks the host: while it draws, about a second.
+        nothing was saved or copied and for a path that is none of a page, TypeError for what is no trace;
+        nothing is written then. Blocks the host: while it draws, about a second.
         """
+        if Path(path).suffix.lower() not in (".html", ".htm"):
+            raise ValueError(f"report().save({str(path)!r}): a report is a page of HTML; name it .html")
+        if not isinstance(trace, Trace | None):
+            raise TypeError(f"trace is a {type(trace).__name__}, must be what offload.tracing() yields")
         rank = f"rank {dist.get_rank()} of {dist.get_world_size()}, " if _has_ranks() else ""
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
         choices: list[str] = []
@@ -115,8 +120,9 @@ class Report:
         """The first lines of a page."""
         lines = [line.removeprefix("offload: ") for line in self.verdict.splitlines()]
         if not lines:
-            line = "no step with offload has ended yet" if self._streamed is None else self._streamed.line()
-            lines = [line]
+            moves = [f"{kind}: {out} out, {back} back" for kind, _, _, out, back, _ in self._moves()]
+            line = "; ".join(moves) or "no step with offload has ended yet"
+            lines = [line if self._streamed is None else self._streamed.line()]
         beside = [self.link, self.remark if self.remark not in self.verdict else "", self.peak]
         return [line[:1].upper() + line[1:] for line in (*lines, *beside) if line]
 
@@ -146,8 +152,10 @@ class Report:
     @property
     def verdict(self) -> str:
         """What left the device, what a step waits for it, and the next change to make: two lines; "" before
-        a step has ended, or where only weights or gradients were to leave."""
-        if self.last is None or (self._streamed is not None and not self.total.groups):
+        a step has ended, or where only weights, gradients or the optimizer's state were to leave."""
+        moved = any(one.out_bytes + one.in_bytes for one in self.kinds.values())
+        others = self._streamed is not None or (self.remark and moved)
+        if self.last is None or (others and not self.total.groups):
             return ""
         line = verdict(
             held_bytes=self.last.peak_bytes,
@@ -187,15 +195,18 @@ class Report:
 
     def _kinds(self) -> Table:
         """Has rows where more than saved tensors moves."""
-        rows = [
+        headers = ("last step, by kind", "on the device", "on the host", "out", "back", "waited for")
+        rows = self._moves()
+        more = {kind for kind, *_ in rows} - {"activations"}
+        return Table(headers, rows if more else [], "Saved tensors alone were to move.")
+
+    def _moves(self) -> list[tuple[str, ...]]:
+        return [
             (kind, *map(bytes_text, sizes), f"{one.stall_ms:,.1f} ms")
             for kind, one in self.kinds.items()
             for sizes in [(one.device_bytes, one.host_bytes, one.out_bytes, one.in_bytes)]
             if any((*sizes, one.stall_ms))
         ]
-        headers = ("last step, by kind", "on the device", "on the host", "out", "back", "waited for")
-        more = {kind for kind, *_ in rows} - {"activations"}
-        return Table(headers, rows if more else [], "Saved tensors alone were to move.")
 
     def _limit(self) -> str:
         names = {"auto": "what device_total leaves", "config": "device_limit", "": "device_limit"}

@@ -26,8 +26,7 @@ def step_figures(handle: Applied | None) -> dict[str, float]:
 
     Blocks the host: never.
     """
-    off = handle is None or (handle.mode is False and handle.weights is None and handle.gradients is None)
-    last = None if handle is None or off else handle.report().last
+    last = None if handle is None or handle.is_off else handle.report().last
     if last is None:
         return {}
     return {

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JsonLines"]
+__all__ = ["JsonLines", "can_be_written"]
 
 
 class JsonLines:
@@ -19,7 +19,7 @@ class JsonLines:
 
     def __init__(self, path: str | None, *, off: str) -> None:
         self._path = None if path is None else Path(path).absolute()  # wherever the process goes
-        if self._path is not None and not _can_be_written(self._path):
+        if self._path is not None and not can_be_written(self._path):
             raise ValueError(
                 f"telemetry_file is {path!r}, which cannot be written: give a file in a folder that is "
                 f"there, or {off}"
@@ -32,7 +32,8 @@ class JsonLines:
                 file.write(json.dumps(line) + "\n")
 
 
-def _can_be_written(path: Path) -> bool:
+def can_be_written(path: Path) -> bool:
+    """A file that is there, or a new one in a folder that is."""
     if path.exists():
         return not path.is_dir() and os.access(path, os.W_OK)
     return path.parent.is_dir() and os.access(path.parent, os.W_OK)

@@ -96,7 +96,7 @@ def write_page(path: str | Path, page: Page) -> None:
         figures=_first(page.figures),
         most_rows=_MOST_ROWS,
     )
-    Path(path).write_text(text, encoding="utf-8")
+    Path(path).write_bytes(text.encode("utf-8", "backslashreplace"))  # a name may have half a character
 
 
 def _answer(figures: Mapping[str, Any], simulated: bool) -> dict[str, str]:

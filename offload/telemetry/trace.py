@@ -52,14 +52,15 @@ class Trace:
 
         profile: a file of torch.profiler's `export_chrome_trace`, of the same steps in this process; the
             written file has its events, too. A file of its own stays as it is.
-        Raises RuntimeError inside the `with` block, ValueError for a profile of another time. Blocks the
-        host: while it writes.
+        Raises RuntimeError inside the `with` block, ValueError where nothing was recorded, and for a profile
+        of another time or a file that is none. Blocks the host: while it writes.
         """
         timeline = self.timeline
+        timeline.check_recorded()
         found: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms"}
         found["baseTimeNanoseconds"] = timeline.began_ns
         if profile is not None:
-            found = json.loads(_open(profile, "r").read())
+            found = _profile(profile)
             _check_same_time(found, timeline, profile)
         offset_us = (timeline.began_ns - found.get("baseTimeNanoseconds", 0)) / 1e3
         found["traceEvents"] += _events(timeline, offset_us)
@@ -72,9 +73,19 @@ def _open(path: str | Path, mode: str) -> Any:
     return opens(path, f"{mode}t", encoding="utf-8")
 
 
+def _profile(path: str | Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_open(path, "r").read())
+        if any(event.get("ph") == "X" for event in found["traceEvents"]):
+            return found
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is no Chrome trace of torch.profiler: {error!r}") from error
+    raise ValueError(f"{path} has no timed event: profile the steps that are traced")
+
+
 def _check_same_time(found: dict[str, Any], timeline: Timeline, profile: str | Path) -> None:
     base_ns = found.get("baseTimeNanoseconds", 0)
-    times = [each["ts"] for each in found.get("traceEvents", ()) if each.get("ph") == "X"]
+    times = [each["ts"] for each in found["traceEvents"] if each.get("ph") == "X"]
     begin_ms, end_ms = ((us * 1e3 + base_ns - timeline.began_ns) / 1e6 for us in (min(times), max(times)))
     if end_ms < 0 or begin_ms > timeline.duration_ms:
         raise ValueError(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import offload
 from offload import PipelineOffloadManager, init_chunk_handler, step_end
+from offload.integrations import step_figures
 from offload.report import Report, ReportStart, report
 from offload.telemetry.figures import Figures, GroupFigures, KindFigures, Ledger, Stayed
 from offload.telemetry.records import StepStats
@@ -369,6 +370,26 @@ def test_a_step_in_which_nothing_left_any_more_says_why() -> None:
     last = replace(WELL, moved_bytes=0, kept_bytes=50_000_000, by_plan_bytes=50_000_000)
     _, second = Report(since="apply", total=WELL + last, last=last).verdict.splitlines()
     assert second.startswith("Why nothing left in the last step: the plan kept it")
+
+
+def test_an_optimizers_state_alone_that_moves_is_said_and_logged(tmp_path: Path) -> None:
+    """Once "Why nothing left: no group was committed", and no figures for a trainer's log."""
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle = offload.apply(model, optimizer=optimizer)
+    try:
+        for _ in range(3):
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+        moved = handle.report().kinds["optimizer"].out_bytes
+        assert step_figures(handle)["offload/to_host_bytes"] == moved > 0
+        assert handle.report().verdict == ""
+        assert "mode=False, as it was asked: no saved tensor of Linear leaves" in str(handle.report())
+        handle.report().save(tmp_path / "a.html")
+        assert "Optimizer: 33.28 kB out, 33.28 kB back" in (tmp_path / "a.html").read_text()
+    finally:
+        handle.remove()
+        PipelineOffloadManager.close_instance()
 
 
 def test_a_verdict_on_the_simulated_device_says_what_its_times_are_and_has_no_share_at_first(

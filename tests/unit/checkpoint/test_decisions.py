@@ -405,7 +405,7 @@ def test_mode_checkpoint_recomputes_blocks_and_moves_nothing_of_a_block_that_dec
     assert all(map(torch.equal, gradients(applied, manager), expected))
     assert calls == ["0", "1", "2", "2", "0"] * 3
     assert (manager.stats.spill_bytes, handle.report().total.moved_bytes) == (0, 0)
-    assert "mode='checkpoint', as it was asked: nothing of Sequential leaves" in str(handle.report())
+    assert "mode='checkpoint', as it was asked: no saved tensor of Sequential leaves" in str(handle.report())
 
 
 def test_scores_larger_than_the_blocks_input_are_recomputed(manager: PipelineOffloadManager) -> None:

@@ -76,14 +76,14 @@ def test_the_report_of_a_handle_counts_from_apply_on(manager: PipelineOffloadMan
 
 def test_the_report_of_a_model_for_which_nothing_was_asked_says_so(manager: PipelineOffloadManager) -> None:
     handle = offload.apply(build(), False)
-    assert str(handle.report()).endswith("mode=False, as it was asked: nothing of Model leaves")
+    assert str(handle.report()).endswith("mode=False, as it was asked: no saved tensor of Model leaves")
     other = build()
     with offload.activations(other, min_numel=1):
         train(other, steps=1)
     # what others moved, and that it is not this model's
     text = str(handle.report())
     assert "moved to the host" in text
-    assert "mode=False, as it was asked: nothing of Model leaves" in text
+    assert "mode=False, as it was asked: no saved tensor of Model leaves" in text
 
 
 def test_where_steps_are_inferred_nobody_asked_for_the_table_of_ranks(

@@ -170,6 +170,8 @@ def test_names_of_users_are_text_wherever_they_stand(tmp_path: Path) -> None:
         assert parsed.text.count(name) >= 2, "in the table of groups and beside the lanes"
     assert {row[0] for table in parsed.tables for row in table} >= {*HOSTILE}
     assert json.loads(parsed.scripts["application/json"])["peak"] == HOSTILE[1]
+    replace(found, peak="half \udc80").save(tmp_path / "half.html")  # of a path that is no UTF-8
+    assert "half \\udc80" in (tmp_path / "half.html").read_text("utf-8")
 
 
 def test_a_process_without_a_step_says_so_and_what_was_not_recorded(tmp_path: Path) -> None:
@@ -248,6 +250,10 @@ def test_what_cannot_be_drawn_is_an_error_and_writes_nothing(
         report().save(tmp_path / "a.html", trace_of(replace(timeline_of(1, 1), spans=[])))
     with pytest.raises(RuntimeError, match="the trace is still being recorded"):
         report().save(tmp_path / "a.html", Trace())
+    with pytest.raises(ValueError, match=r"a report is a page of HTML; name it \.html"):
+        report().save(tmp_path / "a.json")
+    with pytest.raises(TypeError, match=r"trace is a str, must be what offload\.tracing\(\) yields"):
+        report().save(tmp_path / "a.html", "step.json")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         report().save(tmp_path / "a.html", trace_of(timeline_of(3, 1)))

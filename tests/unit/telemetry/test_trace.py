@@ -115,9 +115,20 @@ def test_events_of_a_profiler_of_the_same_step_are_in_the_same_file_on_the_same_
     assert abs(ours["ts"] - theirs["ts"]) < TOLERANCE_US
     assert abs(ours["ts"] + ours["dur"] - theirs["ts"] - theirs["dur"]) < TOLERANCE_US
     with offload.tracing() as later:
+        step(0)
+    for text, error in [
+        (before.decode(), "they are of other steps"),
+        ("[]", "is no Chrome trace of torch.profiler"),
+        ("{", "is no Chrome trace of torch.profiler"),
+        ('{"traceEvents": []}', "has no timed event"),
+    ]:
+        (tmp_path / "profile.json").write_text(text)
+        with pytest.raises(ValueError, match=error):
+            later.save(tmp_path / "wrong.json", profile=tmp_path / "profile.json")
+    with pytest.raises(ValueError, match="nothing was recorded"), offload.tracing(tmp_path / "wrong.json"):
         time.sleep(0.001)
-    with pytest.raises(ValueError, match="they are of other steps"):
-        later.save(tmp_path / "wrong.json", profile=tmp_path / "profile.json")
+    with pytest.raises(ValueError, match="cannot write that"), offload.tracing(tmp_path / "no/step.json"):
+        raise AssertionError("it is said before a step")
     assert not (tmp_path / "wrong.json").exists()
 
 
