@@ -29,7 +29,8 @@ def apply(accelerator: Accelerator, model: nn.Module, **arguments: Any) -> Appli
     """`offload.apply` on the model inside what `prepare` has made of it (DDP, a compiled module), so that
     names of blocks are the model's own.
 
-    arguments: those of `offload.apply`. With `weights=` and more than one process, call it after `prepare`.
+    arguments: those of `offload.apply`; `optimizer` may be what `prepare` has made of it. With `weights=` and
+        more than one process, call it after `prepare`.
     Raises ValueError for what `apply` refuses, and where accelerate's FSDP plugin offloads the inputs of
     checkpointed layers itself. Blocks the host: as `apply` does.
     """
@@ -38,6 +39,8 @@ def apply(accelerator: Accelerator, model: nn.Module, **arguments: Any) -> Appli
         raise ValueError(
             "activation_checkpointing_offload=True of the FSDP plugin moves the same inputs: leave it out"
         )
+    if (optimizer := arguments.get("optimizer")) is not None:
+        arguments["optimizer"] = getattr(optimizer, "optimizer", optimizer)  # out of accelerate's wrapper
     return offload_apply(accelerator.unwrap_model(model, keep_torch_compile=False), **arguments)
 
 

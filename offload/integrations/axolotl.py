@@ -19,11 +19,14 @@ One invariant: a key that is taken over is switched off for axolotl, so no tenso
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from inspect import signature
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
 
+from offload.apply import apply
+from offload.config import check_mode
 from offload.integrations.transformers import OffloadCallback
 
 __all__ = ["OffloadPlugin", "arguments_of"]
@@ -34,7 +37,7 @@ _FORMER: dict[Any, Any] = {"offload": True, "offload_disk": "disk"}
 
 class OffloadPlugin(BasePlugin):  # type: ignore[misc]
     """Adds an OffloadCallback to axolotl's trainer. Raises ValueError, when the YAML is read, for keys that
-    contradict each other."""
+    contradict each other or that `apply` does not know."""
 
     def register(self, cfg: MutableMapping[str, Any]) -> None:
         """Take over what the YAML says, before axolotl validates and follows it."""
@@ -48,8 +51,17 @@ class OffloadPlugin(BasePlugin):  # type: ignore[misc]
 
 def arguments_of(cfg: MutableMapping[str, Any]) -> dict[str, Any]:
     """Arguments of `offload.apply` that say what the YAML `cfg` says. Raises ValueError."""
-    given = dict(cfg.get("offload") or {})
+    given = cfg.get("offload") or {}
+    known = signature(apply).parameters.keys() - {"model"}
+    if not isinstance(given, Mapping) or not known.issuperset(given):
+        raise ValueError(
+            f"offload: {given!r} has what apply does not know. Write arguments of it, as in offload: "
+            f"{{mode: auto}}, of {', '.join(sorted(known))}"
+        )
+    given = dict(given)
     checkpoints, moves, layers = (cfg.get(key) or False for key in _KEYS)
+    if checkpoints not in (True, False, *_FORMER):
+        raise ValueError(f"gradient_checkpointing: {checkpoints!r} beside the offload plugin: write true")
     if cfg.get("selective_checkpointing"):
         raise ValueError("selective_checkpointing beside the offload plugin: use offload: {mode: selective}")
     if given.get("mode") is not None and (checkpoints or moves):
@@ -64,6 +76,8 @@ def arguments_of(cfg: MutableMapping[str, Any]) -> dict[str, Any]:
         moves = "hidden_states"
     if mode := moves or (checkpoints and "checkpoint"):
         given["mode"] = mode
+    if given.get("mode") is not None:
+        check_mode("activation_offloading, or mode of offload:,", given["mode"])
     if not given:
         raise ValueError("the offload plugin, and no key that says what to offload: add offload: {mode: ...}")
     return given

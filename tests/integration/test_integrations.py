@@ -312,6 +312,28 @@ def test_a_prepared_model_accumulates_saves_and_resumes_with_the_same_bits(tmp_p
     )
 
 
+def test_a_prepared_optimizers_state_waits_on_the_host() -> None:
+    """accelerate's wrapper of it was once refused, with a way out that led nowhere."""
+
+    def trained(*, offloaded: bool) -> State:
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        handle = apply_prepared(accelerator, model, optimizer=optimizer) if offloaded else None
+        for rows in ROWS.split(3):
+            accelerator.backward(model(input_ids=rows, labels=rows).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if handle is not None:
+            assert step_figures(handle)["offload/to_host_bytes"] > 0
+            handle.remove()
+        return dict(model.state_dict())
+
+    plain, found = trained(offloaded=False), trained(offloaded=True)
+    assert all(torch.equal(found[name], wanted) for name, wanted in plain.items())
+
+
 def test_trls_trainer_with_its_defaults_and_adapters_has_the_same_bits(tmp_path: Path) -> None:
     """SFTTrainer checkpoints layers by default: their inputs leave. Its own offloading beside ours is an
     error, as is a mode that would choose what to recompute."""
@@ -460,6 +482,11 @@ def test_axolotls_yaml_is_mapped_and_switched_off_for_axolotl() -> None:
         ({**on, "offload": {"mode": "auto"}}, "which say another mode"),
         ({**on, "selective_checkpointing": True}, "selective_checkpointing beside"),
         ({}, "add offload: {mode: ...}"),
+        ({"offload": "auto"}, "offload: 'auto' has what apply does not know"),
+        ({"offload": {"modee": "auto"}}, "offload: {'modee': 'auto'} has what apply does not know"),
+        ({"offload": {"mode": "atuo"}}, "is 'atuo', must be one of"),
+        ({**on, "activation_offloading": "hiden_states"}, "is 'hiden_states', must be one of"),
+        ({"gradient_checkpointing": "unsloth"}, "gradient_checkpointing: 'unsloth' beside"),
     ]:
         with pytest.raises(ValueError, match=error):
             arguments_of(DictDefault(yaml))
