@@ -164,7 +164,7 @@ class Applied:
         peak = self._root.peak.text() if isinstance(self._root, ModelRoot) else ""
         found = replace(self._start.report(gather=gather), peak=peak)
         weights, gradients = self.weights, self.gradients
-        if self.mode == "checkpoint" or (self.mode is False and weights is gradients is None):
+        if self.mode == "checkpoint" or (self.mode is False and not (weights or gradients)):
             found = replace(found, remark=found.remark or nothing)
         return replace(
             found,

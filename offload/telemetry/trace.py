@@ -75,7 +75,7 @@ def _open(path: str | Path, mode: str) -> Any:
 
 def _profile(path: str | Path) -> dict[str, Any]:
     try:
-        found = json.loads(_open(path, "r").read())
+        found: dict[str, Any] = json.loads(_open(path, "r").read())
         if any(event.get("ph") == "X" for event in found["traceEvents"]):
             return found
     except (ValueError, TypeError, KeyError, AttributeError) as error:
