@@ -49,21 +49,21 @@ class ConductorAdapter:
     def __init__(self, runtime: Any = None) -> None:
         self.runtime = runtime
         self._conductor: Arbiter | None = None
-        self._found: list[tuple[Any, str, Any]] = []  # object, attribute, and its value before
+        self._found: dict[str, tuple[Any, Any]] = {}  # by attribute: its object, and its value before
 
     # -- as the conductor calls it ---------------------------------------------------------------------------
     def attach(self, conductor: Arbiter) -> None:
         """Note what the attributes are. Raises ValueError where the adapter has a conductor already."""
         if self._conductor is not None:
             raise ValueError(f"the adapter {self.name!r} is registered already; unregister it there first")
-        self._found = [(holder, name, getattr(holder, name)) for holder, name in self.knobs()]
+        self._found = {name: (holder, getattr(holder, name)) for holder, name in self.knobs()}
         self._conductor = conductor
 
     def detach(self) -> None:
         """Put back what `attach` found. Called again, it does nothing."""
-        for holder, name, value in self._found:
+        for name, (holder, value) in self._found.items():
             setattr(holder, name, value)
-        self._found, self._conductor = [], None
+        self._found, self._conductor = {}, None
 
     def on_phase(self, phase: Phase) -> None:
         """A phase begins."""
@@ -81,13 +81,13 @@ class ConductorAdapter:
 
     def snapshot(self) -> dict[str, int | None]:
         """What the attributes are; nothing without any."""
-        return {name.strip("_"): getattr(holder, name) for holder, name, _ in self._found}
+        return {name.strip("_"): getattr(holder, name) for name, (holder, _) in self._found.items()}
 
     # -- for subclasses --------------------------------------------------------------------------------------
     def _tighten(self, name: str, value: int | None) -> None:
         """Write what `attach` found there, or `value` where that is less; None is no bound. A runtime without
         one, which bounds itself by bytes, gets none but 0."""
-        holder, found = next((holder, found) for holder, knob, found in self._found if knob == name)
+        holder, found = self._found[name]
         if found is None:
             setattr(holder, name, None if value else value)
         else:
@@ -108,7 +108,7 @@ class StagehandConductorAdapter(ConductorAdapter):
 
     @property
     def window(self) -> int | None:
-        found: int = next(value for _, name, value in self._found if name == "prefetch_window")
+        found: int = self._found["prefetch_window"][1]
         return found
 
     def apply_hints(self, hints: RuntimeLimitHints, phase: Phase | None) -> None:

@@ -34,7 +34,6 @@ from offload.client import Client, Phase
 from offload.conductor.config import ConductorConfig
 from offload.conductor.rules import is_pressed
 from offload.conductor.runtime import ConductorRuntime
-from offload.conductor.slots import TransferToken
 from offload.device import Event
 from offload.engine import OffloadEngine
 from offload.engines import default_engine
@@ -47,8 +46,6 @@ __all__ = ["Conductor", "device_bytes"]
 
 logger = speaker(__name__)
 
-CLIENT = "conductor"
-
 
 def device_bytes(device: torch.device) -> int | None:
     """Memory of a GPU; None of the simulated device."""
@@ -58,31 +55,24 @@ def device_bytes(device: torch.device) -> int | None:
 _SAVE_TENSORS = ("groups", "watermark")  # clients
 
 
-class _Share:
-    """What one client has in flight in one direction: pieces, each with its event once it is issued; under
-    one token, while there are any."""
-
-    def __init__(self) -> None:
-        self.token: TransferToken | None = None
-        self.pieces: dict[_Piece, Event | None] = {}
-
-
 class _Piece:
     """As Lease: one piece, from its request until its copy has passed."""
 
-    def __init__(self, of: Conductor, share: _Share, inner: Lease, nbytes: int, priority: Priority) -> None:
-        self._conductor, self._share, self._inner = of, share, inner
+    def __init__(
+        self, of: Conductor, inner: Lease, nbytes: int, direction: Direction, client: str, priority: Priority
+    ) -> None:
+        self._conductor, self.inner, self.key = of, inner, (client, direction)
         self.nbytes, self.priority = nbytes, priority
 
     def done(self, event: Event | None) -> None:
-        self._inner.done(event)
-        self._conductor._issued(self._share, self, event)
+        self.inner.done(event)
+        self._conductor._issued(self, event)
 
 
 class _EngineClient(Client):
     """The conductor as its engine's steps see it."""
 
-    name = CLIENT
+    name = "conductor"
     listens_only = True
 
     def __init__(self, conductor: Conductor) -> None:
@@ -134,9 +124,11 @@ class Conductor(ConductorRuntime):
 
     def _arbitrate(self, engine: OffloadEngine) -> None:
         self.engine, self._inner, self._several = engine, engine.copier.admission, False
-        self._shares: defaultdict[tuple[str, Direction], _Share] = defaultdict(_Share)
+        # what each client has in flight in each direction, with its event once it is issued
+        self._pieces: defaultdict[tuple[str, Direction], dict[_Piece, Event | None]] = defaultdict(dict)
+        self.transfers.beside = self._num_clients
         self._reached: Event | None = None  # where compute was to be at the last request
-        self._limits = engine.limits.contributor(CLIENT, self)
+        self._limits = engine.limits.contributor(_EngineClient.name, self)
         engine.attach(self._client)
         engine.copier.admission, engine.on_phase = self, self._saw
 
@@ -150,16 +142,10 @@ class Conductor(ConductorRuntime):
             if isinstance(engine.copier.admission, Conductor):
                 self.shutdown()
                 return
-            of_device = ConductorConfig.of_device(device_bytes(self.engine.device.torch_device))
-            if self.config == of_device:  # with the caps of that one
-                self.config = ConductorConfig.of_device(device_bytes(engine.device.torch_device))
-                self.budget.soft_bytes, self.budget.hard_bytes = (
-                    self.config.soft_bytes,
-                    self.config.hard_bytes,
-                )
-            for share in self._shares.values():
-                if share.token is not None:
-                    self.transfers.release(share.token)
+            devices = (each.device.torch_device for each in (self.engine, engine))
+            before, now = (ConductorConfig.of_device(device_bytes(device)) for device in devices)
+            if self.config == before:  # with the caps of that one
+                self.config = self.budget.config = now
             self._leave()
             self._limits.end()
             self._saves_leave = True
@@ -221,7 +207,7 @@ class Conductor(ConductorRuntime):
 
     def snapshots(self) -> dict[str, dict[str, int | None]]:
         """As ConductorRuntime; of the engine's own clients, what holds for them."""
-        found, hints, clients = super().snapshots(), self.hints, {client for client, _ in self._shares}
+        found, hints, clients = super().snapshots(), self.hints, {client for client, _ in self._pieces}
         h2d, d2h = hints.max_inflight_h2d, hints.max_inflight_d2h if self._saves_leave else 0
         if "weights" in clients:
             found.setdefault("stagehand", {"max_inflight": h2d, "prefetch_window": self._window()})
@@ -235,65 +221,53 @@ class Conductor(ConductorRuntime):
         inner = self._inner.ask(nbytes, direction, owner, priority)
         if self.engine.device.is_capturing():
             return inner
+        lease, reason = (inner.lease, inner.reason) if isinstance(inner, Denied) else (inner, None)
+        piece = _Piece(self, lease, nbytes, direction, owner.client, priority)
         try:
             with self._lock:
-                return self._answer(nbytes, direction, owner.client, priority, inner)
+                return self._answer(piece, reason)
         except Exception as error:
             self._say_failed(error)
             return inner
 
-    def _answer(
-        self, nbytes: int, direction: Direction, client: str, priority: Priority, inner: Lease | Denied
-    ) -> Lease | Denied:
+    def _answer(self, piece: _Piece, reason: DenialReason | None) -> Lease | Denied:
+        """reason: why the engine's own admission has denied it."""
+        device, (client, direction) = self.engine.device, piece.key
         self._reap(direction)
-        device, share = self.engine.device, self._shares[client, direction]
         is_near = self._reached is None or device.poll(self._reached)
         self._reached = device.record(device.compute)
         if is_near:
             self._check()
-        if isinstance(inner, Denied):
-            reason: DenialReason | None = inner.reason
-        else:
-            reason = self._refusal(share, nbytes, direction, client, priority, is_near)
+        if reason is None:
+            reason = self._refusal(piece, is_near)
         self.counts.denials += reason is not None
         self.counts.grants += reason is None
-        answer = None if reason is None else Denied(reason)
-        self._trace("slot", client, answer, direction=direction.value, priority=priority.name)
-        lease = inner.lease if isinstance(inner, Denied) else inner
-        if answer is not None and priority < Priority.REQUIRED:
-            lease.done(None)
-            return answer
-        if share.token is None:
-            share.token = self.transfers.take(client, direction, priority)
-        piece = _Piece(self, share, lease, nbytes, priority)
-        share.pieces[piece] = None
-        return piece if reason is None else Denied(reason, piece)
+        answer = None if reason is None else Denied(reason, piece)
+        self._trace("slot", client, answer, direction=direction.value, priority=piece.priority.name)
+        if reason is not None and piece.priority < Priority.REQUIRED:
+            piece.inner.done(None)
+            return Denied(reason)
+        self._pieces[piece.key][piece] = None
+        return piece if answer is None else answer
 
-    def _refusal(
-        self,
-        share: _Share,
-        nbytes: int,
-        direction: Direction,
-        client: str,
-        priority: Priority,
-        is_near: bool,
-    ) -> DenialReason | None:
-        is_ahead, suppressed = priority is Priority.SPECULATIVE, self.hints.suppress_speculative
-        window, ahead = self._window(), sum(piece.priority is priority for piece in share.pieces)
+    def _refusal(self, piece: _Piece, is_near: bool) -> DenialReason | None:
+        (client, direction), mine = piece.key, self._pieces[piece.key]
+        is_ahead, suppressed = piece.priority is Priority.SPECULATIVE, self.hints.suppress_speculative
+        window, ahead = self._window(), sum(each.priority is piece.priority for each in mine)
         takes_memory = suppressed and self.phase is not Phase.OPTIMIZER
         if is_ahead and window is not None and ahead >= window and (is_near or takes_memory):
             rule = DenialReason.PHASE_RULE_SUPPRESSED_SPECULATIVE
             return rule if suppressed else DenialReason.H2D_SLOTS_EXHAUSTED
         if not is_near:
             return None
-        if share.token is None:
+        if not mine:
             full = self.transfers.refusal(direction, Priority.REQUIRED)
-            if self.phase is Phase.OPTIMIZER and self._shares["optim", direction].token is None:
+            if self.phase is Phase.OPTIMIZER and not self._pieces["optim", direction]:
                 slots = self.transfers.slots[direction]
                 full = full if self.transfers.in_flight(direction) >= slots else None
             spills = direction is Direction.D2H and client in _SAVE_TENSORS
             return None if full is not None and spills and self._is_short() else full
-        queued = nbytes + sum(piece.nbytes for piece in share.pieces)
+        queued = piece.nbytes + sum(each.nbytes for each in mine)
         others = self._several or self.transfers.in_flight(direction) > 1
         crowded = is_ahead and others and queued > self.config.slot_bytes
         return DenialReason.H2D_SLOTS_EXHAUSTED if crowded else None
@@ -307,30 +281,26 @@ class Conductor(ConductorRuntime):
         device, or rule 1 would hold."""
         limits = self.engine.limits
         is_bounded = limits.device_limit_bytes is not None or bool(limits.watchers)
-        return is_bounded or is_pressed(self.budget.allocated(), self.budget.hard_bytes)
+        return is_bounded or is_pressed(self.budget.allocated(), self.config.hard_bytes)
 
-    def _issued(self, share: _Share, piece: _Piece, event: Event | None) -> None:
+    def _issued(self, piece: _Piece, event: Event | None) -> None:
         """The piece is on its lane, until `event` has passed; None: it is over."""
         with self._lock:
-            if piece in share.pieces and share.pieces[piece] is None:
+            mine = self._pieces[piece.key]
+            if piece in mine and mine[piece] is None:
+                mine[piece] = event
                 if event is None:
-                    del share.pieces[piece]
-                else:
-                    share.pieces[piece] = event
-            self._free_if_idle(share)
+                    del mine[piece]
 
     def _reap(self, direction: Direction) -> None:
         """Let go of what has passed."""
         poll = self.engine.device.poll
-        for (_, way), share in self._shares.items():
-            if way is direction and share.token is not None:
-                for piece, event in [*share.pieces.items()]:
-                    if event is None or not poll(event):
-                        break  # a lane is first in, first out
-                    del share.pieces[piece]
-                self._free_if_idle(share)
+        for (_, way), mine in self._pieces.items():
+            for piece, event in [*mine.items()] if way is direction else ():
+                if event is None or not poll(event):
+                    break  # a lane is first in, first out
+                del mine[piece]
 
-    def _free_if_idle(self, share: _Share) -> None:
-        if share.token is not None and not share.pieces:
-            self.transfers.release(share.token)
-            share.token = None
+    def _num_clients(self, direction: Direction) -> int:
+        """Of the engine, that copy there: each has one slot."""
+        return sum(way is direction and bool(mine) for (_, way), mine in self._pieces.items())

@@ -90,14 +90,11 @@ class _Owned(NamedTuple):
 
 
 class BudgetManager:
-    """allocated: tells the bytes allocated on the device. soft_bytes, hard_bytes: caps of the device.
-    pinned_bytes: cap of the host; None for none."""
+    """allocated: tells the bytes allocated on the device. config: with the caps of now."""
 
     def __init__(self, allocated: Callable[[], int], config: ConductorConfig, counts: Counts) -> None:
         self.allocated, self.counts = allocated, counts
-        self.soft_bytes, self.hard_bytes = config.soft_bytes, config.hard_bytes
-        self.pinned_bytes = config.pinned_bytes
-        self.guest_bytes = 0
+        self.config, self.guest_bytes = config, 0
         self._held: dict[int, Reservation] = {}
         self._reported: dict[str, int] = {}  # pinned bytes, by owner
         self._numbers = 0
@@ -106,11 +103,14 @@ class BudgetManager:
     @property
     def headroom_bytes(self) -> int:
         """Of the device, below the hard cap; negative above it."""
-        return self.hard_bytes - self.allocated()
+        return self.config.hard_bytes - self.allocated()
 
-    def granted_bytes(self, pool: Pool) -> int:
-        """What is promised or reported there; of a floor and what was taken out of it, the larger."""
-        return self._promised(pool)
+    def granted_bytes(self, pool: Pool, *, but: str | None = None) -> int:
+        """What is promised or reported there, to all owners but one; of a floor and what was taken out of it,
+        the larger."""
+        owners = {one.owner for one in self._held.values() if one.pool is pool} - {but}
+        reported = sum(self._reported.values()) if pool is Pool.PINNED else 0
+        return reported + sum(self._owned(pool, owner).claim for owner in owners)
 
     def held(self) -> list[Reservation]:
         """Those that are not released, oldest first."""
@@ -130,17 +130,13 @@ class BudgetManager:
         """Promise bytes, or say why not. Raises ValueError for a negative number. Blocks the host: never."""
         if nbytes < 0:
             raise ValueError(f"{owner} asks for {nbytes:,} bytes, must be 0 or more")
-        granted, partial = nbytes, False
-        if kind is ReservationKind.CEILING:
-            granted = 0
-        else:
-            room, reason = self._room(pool, owner, kind, priority)
-            if nbytes > room:
-                partial = kind in _PARTIAL and room > 0
-                if not partial:
-                    self.counts.denials += 1
-                    return Denied(reason)
-                granted = room
+        is_ceiling = kind is ReservationKind.CEILING
+        room, reason = self._room(pool, owner, kind, priority)
+        partial = kind in _PARTIAL and 0 < room < nbytes
+        if nbytes > room and not (partial or is_ceiling):
+            self.counts.denials += 1
+            return Denied(reason)
+        granted = 0 if is_ceiling else min(room, nbytes)
         self.counts.partials += partial
         self.counts.grants += not partial
         self._numbers += 1
@@ -167,7 +163,7 @@ class BudgetManager:
     def can_guest_allocate(self, nbytes: int, safety_margin_mb: float = 500) -> bool:
         """Whether somebody who makes no reservations may allocate so much on the device now, and `margin`
         MiB stay free below the hard cap."""
-        return nbytes <= self.hard_bytes - self._used(Pool.VRAM) - round(safety_margin_mb * (1 << 20))
+        return nbytes <= self.config.hard_bytes - self._used(Pool.VRAM) - round(safety_margin_mb * (1 << 20))
 
     def reserve_guest_bytes(self, nbytes: int) -> None:
         """Guests will allocate so many bytes more."""
@@ -183,11 +179,11 @@ class BudgetManager:
     ) -> tuple[int, DenialReason]:
         """Bytes that the owner may have more, and why no more than that."""
         if pool is Pool.PINNED:
-            cap, reason = self.pinned_bytes, DenialReason.PINNED_EXHAUSTED
+            cap, reason = self.config.pinned_bytes, DenialReason.PINNED_EXHAUSTED
         elif kind in _TO_HARD_CAP or priority is Priority.CRITICAL:
-            cap, reason = self.hard_bytes, DenialReason.VRAM_HARD_CAP
+            cap, reason = self.config.hard_bytes, DenialReason.VRAM_HARD_CAP
         else:
-            cap, reason = self.soft_bytes, DenialReason.VRAM_SOFT_CAP
+            cap, reason = self.config.soft_bytes, DenialReason.VRAM_SOFT_CAP
         own, is_floor = self._owned(pool, owner), kind is ReservationKind.FLOOR
         same, other = (own.floor, own.others) if is_floor else (own.others, own.floor)
         room = _NO_CAP
@@ -208,12 +204,7 @@ class BudgetManager:
             min((one.nbytes for one in held if one.kind is ReservationKind.CEILING), default=None),
         )
 
-    def _promised(self, pool: Pool, *, but: str | None = None) -> int:
-        owners = {one.owner for one in self._held.values() if one.pool is pool} - {but}
-        reported = sum(self._reported.values()) if pool is Pool.PINNED else 0
-        return reported + sum(self._owned(pool, owner).claim for owner in owners)
-
     def _used(self, pool: Pool, *, but: str | None = None) -> int:
         """What is there and what is promised, to all owners but one."""
         there = 0 if pool is Pool.PINNED else self.allocated() + self.guest_bytes
-        return there + self._promised(pool, but=but)
+        return there + self.granted_bytes(pool, but=but)

@@ -63,8 +63,7 @@ class PhaseCoordinator:
             return
         if phase not in LEGAL_MOVES[self.phase]:
             before = "before the first begin_step()" if self.phase is None else f"in {self.phase.name}"
-            moves = [_ORDER.index(move) for move in LEGAL_MOVES[self.phase]]
-            legal = ", ".join(_CALLS[place] for place in sorted(moves))
+            legal = ", ".join(_CALLS[_ORDER.index(move)] for move in Phase if move in LEGAL_MOVES[self.phase])
             raise PhaseOrderError(
                 f"{_CALLS[_ORDER.index(phase)]} {before}: a step goes from STEP_BEGIN by FORWARD and "
                 f"BACKWARD, which may take turns, to OPTIMIZER and STEP_END; legal from here: {legal}"

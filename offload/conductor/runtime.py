@@ -30,8 +30,8 @@ from offload.client import Phase
 from offload.conductor.adapters import ConductorAdapter
 from offload.conductor.budget import BudgetManager, Counts, Pool, Reservation, ReservationKind
 from offload.conductor.config import MIB, ConductorConfig
-from offload.conductor.phases import PhaseCoordinator, PhaseOrderError
-from offload.conductor.rules import PolicyBridge, RuntimeLimitHints, bridge_of
+from offload.conductor.phases import PhaseCoordinator
+from offload.conductor.rules import PolicyBridge, bridge_of
 from offload.conductor.slots import TransferManager, TransferToken
 from offload.conductor.telemetry import TelemetryHub
 from offload.config import config_or_fields
@@ -54,14 +54,6 @@ class ConductorRuntime:
     hints: what holds now.
     """
 
-    coordinator: PhaseCoordinator
-    budget: BudgetManager
-    transfers: TransferManager
-    bridge: PolicyBridge
-    telemetry: TelemetryHub
-    adapters: list[ConductorAdapter]
-    hints: RuntimeLimitHints
-
     def __init__(
         self,
         config: ConductorConfig | None = None,
@@ -75,14 +67,14 @@ class ConductorRuntime:
         if not self._enabled:
             return
         self._lock = threading.RLock()
-        self.step, self._next = -1, 0
+        self.step = -1
+        self._number: int | None = None  # of the step that begins; None counts on
         self.counts = Counts()
-        allocated = _allocated_by_torch if allocated is None else allocated
-        self.budget = BudgetManager(allocated, config, self.counts)
+        self.budget = BudgetManager(allocated or torch.cuda.memory_allocated, config, self.counts)
         self.transfers = TransferManager(config.h2d_slots, config.d2h_slots, self.counts)
         self.bridge = bridge_of(config) if rules is None else rules
         self.telemetry = TelemetryHub(config)
-        self.adapters = []
+        self.adapters: list[ConductorAdapter] = []
         self.hints = self.bridge.hints()
         self.coordinator = PhaseCoordinator()
         self._before: Phase | None = None
@@ -118,12 +110,11 @@ class ConductorRuntime:
         these do, where the order cannot be, and nothing has changed then."""
         if self._enabled:
             with self._lock:
-                before, self._next = self._next, self._next if step is None else step
+                self._number = step
                 try:
                     self.coordinator.enter(Phase.STEP_BEGIN)
-                except PhaseOrderError:
-                    self._next = before
-                    raise
+                finally:
+                    self._number = None
 
     def enter_forward(self) -> None:
         """A forward begins; called again in one, it does nothing."""
@@ -164,13 +155,12 @@ class ConductorRuntime:
         if before is not None:
             self.budget.phase_ended(before)
         if phase is Phase.STEP_BEGIN:
-            self.step, self._next = self._next, self._next + 1
+            self.step = self.step + 1 if self._number is None else self._number
             windows = [adapter.window for adapter in self.adapters]
             self.bridge.begin_step(max((window for window in windows if window is not None), default=None))
         allocated = self.budget.allocated()
-        self.bridge.enter(phase, allocated, self.budget.hard_bytes)
-        if self.telemetry.traces:
-            self.telemetry.event("phase", phase=phase.value, step=self.step, allocated_bytes=allocated)
+        self.bridge.enter(phase, allocated, self.config.hard_bytes)
+        self.telemetry.event("phase", phase=phase.value, step=self.step, allocated_bytes=allocated)
         self._push_hints()
         if phase is Phase.STEP_END:
             self.telemetry.step_ended(self._line(allocated))
@@ -189,7 +179,7 @@ class ConductorRuntime:
         return {
             "step_id": self.step,
             "vram_allocated_mb": allocated / MIB,
-            "vram_headroom_mb": (self.budget.hard_bytes - allocated) / MIB,
+            "vram_headroom_mb": (self.config.hard_bytes - allocated) / MIB,
             "pinned_granted_mb": self.budget.granted_bytes(Pool.PINNED) / MIB,
             "h2d_inflight": self.transfers.in_flight(Direction.H2D),
             "d2h_inflight": self.transfers.in_flight(Direction.D2H),
@@ -276,7 +266,3 @@ class ConductorRuntime:
             if isinstance(answer, Reservation):
                 fields["granted"] = answer.granted
             self.telemetry.event(what, owner=owner, outcome=outcome, **fields)
-
-
-def _allocated_by_torch() -> int:
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0

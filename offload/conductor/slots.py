@@ -1,11 +1,12 @@
 """Slots for copies, in two pools: to the device and to the host.
 
 One invariant: tokens are conserved. A slot is taken by `acquire` and free again after `release`, whatever
-happened between; a copy that went ahead without a slot has a token beyond them, and is counted in flight.
+happened between.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from offload.conductor.budget import Counts
@@ -28,20 +29,21 @@ class TransferToken:
 
 class TransferManager:
     """slots: in each direction. allowed: of these, how many may be taken now. suppressed: prefetches are
-    denied."""
+    denied. beside: how many others have without a token."""
 
     def __init__(self, h2d_slots: int, d2h_slots: int, counts: Counts) -> None:
         self.slots = {Direction.H2D: h2d_slots, Direction.D2H: d2h_slots}
         self.allowed = dict(self.slots)
         self.suppressed = False
         self.counts = counts
+        self.beside: Callable[[Direction], int] = lambda direction: 0
         self._held: dict[int, TransferToken] = {}
         self._numbers = 0
         self._moved: dict[Direction, tuple[int, float]] = {}
 
     def in_flight(self, direction: Direction) -> int:
-        """Tokens that are not released, those beyond the slots included."""
-        return sum(token.direction is direction for token in self._held.values())
+        """Tokens that are not released, and what is beside them; it may be more than the slots."""
+        return self.beside(direction) + sum(token.direction is direction for token in self._held.values())
 
     @property
     def all_full(self) -> bool:
@@ -61,10 +63,6 @@ class TransferManager:
             self.counts.denials += 1
             return Denied(reason)
         self.counts.grants += 1
-        return self.take(owner, direction, priority)
-
-    def take(self, owner: str, direction: Direction, priority: Priority) -> TransferToken:
-        """A token, whether a slot is free or not: for a copy that goes ahead. Counts no request."""
         self._numbers += 1
         token = TransferToken(self._numbers, owner, direction, priority)
         self._held[token.number] = token

@@ -420,8 +420,8 @@ def test_without_a_config_the_caps_are_those_of_the_device(monkeypatch: Any) -> 
     with streamed() as pair:
         own = Conductor(engine=pair.stream._engine, h2d_slots=3)
         assert own.config == ConductorConfig.of_device(80 << 30, h2d_slots=3)
-        assert own.budget.hard_bytes == 80 << 30
-        assert own.budget.soft_bytes == round((80 << 30) * 22000 / 23500)
+        assert own.budget.config.hard_bytes == 80 << 30
+        assert own.budget.config.soft_bytes == round((80 << 30) * 22000 / 23500)
         assert own.config.telemetry_interval == 0
         own.shutdown()
         less = Conductor(engine=pair.stream._engine, vram_hard_cap_mb=1000)
