@@ -29,12 +29,18 @@ class LeavingGroups:
         self.input_names: set[str] = set()
         self._pending: dict[str, deque[list[Transfer]]] = defaultdict(deque)
         self._ahead = engine.limits.contributor("inputs", self)
+        self.bounds = engine.limits.contributor("groups", self)
+        self.bound(engine.config.max_inflight_offloads)
         self._inputs_bytes: int | None = 0  # the largest input of a step that saved nothing else so far
 
-    def sent(self, group: Group, cap: int | None) -> None:
-        """The group has been sent. cap: groups of its name that may be pending, None for no such cap."""
-        saved = group.saved
-        if saved is None:
+    def bound(self, number: int | None) -> None:
+        """Groups of one name that may be pending; None for no such cap."""
+        self.bounds.bound("groups_in_flight", number)
+
+    def sent(self, group: Group) -> None:
+        """The group has been sent."""
+        saved, cap = group.saved, self._engine.limits.groups_in_flight
+        if saved is None or (cap is None and not self.input_names):
             return
         if group.name in self.input_names:
             cap = self._input_sent(saved.nbytes, cap)

@@ -98,6 +98,7 @@ class GroupsManager(OpenScopes, Client):
                 raise
             self.engine.off_read(self._on_read)
             self._planner.windows.end()
+            self._leaving.bounds.end()
         self._ended = self.last_step = None
         self._forget_step()
         self._handlers.clear()
@@ -116,7 +117,9 @@ class GroupsManager(OpenScopes, Client):
 
     @settings.setter
     def settings(self, settings: OffloadConfig) -> None:
-        self._planner.settings = settings
+        before, self._planner.settings = self._planner.settings, settings
+        if before.max_inflight_offloads != settings.max_inflight_offloads:
+            self._leaving.bound(settings.max_inflight_offloads)
 
     @property
     def stats(self) -> StepStats:
@@ -252,9 +255,7 @@ class GroupsManager(OpenScopes, Client):
 
     def _send(self, handler: ChunkGroups, group: Group, forced: list[torch.Tensor]) -> None:
         handler.send(group, forced)
-        cap, leaving = self._planner.settings.max_inflight_offloads, self._leaving
-        if cap is not None or leaving.input_names:
-            leaving.sent(group, cap)
+        self._leaving.sent(group)
         self.pump()
 
     def input_read_next(self, handler: ChunkGroups) -> None:

@@ -21,6 +21,7 @@ says whose bound holds. tests/unit/test_one_owner_of_limits.py finds any other w
     kind_ahead_bytes     what one kind (saved tensors, weights, gradients) has fetched ahead of its readers,
                          where several kinds do; one block of weights at least
     weights_ahead_bytes  streamed weights that were fetched ahead, and not used yet
+    groups_in_flight     groups of one name on their way to the host at once; beyond it compute waits
     spills_in_flight     of a watermark that sends one tensor after the other: how many at once
     weights_in_flight_bytes  streamed weights that are on their way to the device, when more is fetched ahead
     gradients_behind_bytes  gradients on the device that wait for their step in the backward; beyond it
@@ -64,6 +65,7 @@ Cap = Literal[
     "half_room_bytes",
     "again_room_bytes",
     "kind_ahead_bytes",
+    "groups_in_flight",
     "spills_in_flight",
     "weights_ahead_bytes",
     "weights_in_flight_bytes",
@@ -126,6 +128,7 @@ class Limits:
     half_room_bytes: int | None
     again_room_bytes: int | None
     kind_ahead_bytes: int | None
+    groups_in_flight: int | None
     spills_in_flight: int | None
     weights_ahead_bytes: int | None
     weights_in_flight_bytes: int | None
