@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -155,10 +156,15 @@ def compare(
         raise ValueError(f"compare() of a {type(model).__name__} that is offloaded; call remove() first")
     if budget_s <= 0:
         raise ValueError(f"budget_s is {budget_s!r}; give the seconds that all modes may take together")
+    if isinstance(modes, str | Mapping):
+        raise ValueError(f"modes is {modes!r}, must be a list of modes, as in modes=[{modes!r}]")
     given = [
         dict(each) if isinstance(each, Mapping) else {"mode": check_mode("a mode of modes=", each)}
         for each in (_modes(within_bytes) if modes is None else modes)
     ]
+    unknown = {name for arguments in given for name in arguments} - signature(apply).parameters.keys()
+    if unknown:
+        raise ValueError(f"modes= has {', '.join(sorted(unknown))}, which are no arguments of apply")
     engine = marks.default_manager().engine
     config, ends = engine.config, time.monotonic() + budget_s
     rows: list[Compared] = []

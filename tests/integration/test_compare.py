@@ -217,6 +217,10 @@ def test_what_cannot_be_compared_is_refused() -> None:
         offload.compare(loop.model, loop.step, budget_s=0)
     with pytest.raises(ValueError, match="'grops', must be one of"):
         offload.compare(loop.model, loop.step, modes=[False, "grops"])
+    with pytest.raises(ValueError, match=r"must be a list of modes, as in modes=\['auto'\]"):
+        offload.compare(loop.model, loop.step, modes="auto")
+    with pytest.raises(ValueError, match="modes= has mod, which are no arguments of apply"):
+        offload.compare(loop.model, loop.step, modes=[False, {"mod": "auto"}])
 
 
 class Habits:
