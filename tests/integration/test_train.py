@@ -327,17 +327,6 @@ def test_refusal_is_one_line_and_exit_code_2_on_two_ranks() -> None:
 
 
 @ON_LINUX
-def test_rank_that_is_killed_ends_the_job_and_leaves_no_orphan(tmp_path: Path, mark: str) -> None:
-    telemetry = tmp_path / "steps.jsonl"
-    with under_torchrun(["--steps", "100000", "--telemetry", str(telemetry), *SMALL], mark) as process:
-        wait_for_steps(telemetry, 2)
-        os.kill(pid_of_rank(mark, 1), signal.SIGKILL)
-        code, _, _ = ended(process)
-        assert code != 0
-        assert not members(mark)
-
-
-@ON_LINUX
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, mark: str) -> None:
     telemetry = tmp_path / "steps.jsonl"
     with under_torchrun(["--steps", "100000", "--telemetry", str(telemetry), *SMALL], mark) as process:

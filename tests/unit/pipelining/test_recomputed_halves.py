@@ -281,7 +281,7 @@ def test_what_input_halves_leave_has_its_room_in_each_step_of_every_plan(
         assert manager is not None
         manager.engine.rates = Rates(d2h_bytes_per_s=rate, h2d_bytes_per_s=rate)
         handles = [offload.apply(stage, mode="auto", device_total=f"{total}B") for stage in stages.values()]
-        for step in range(12):
+        for step in range(8):
             run_order(manager, stages)
             limit = manager.engine.limits.device_limit_bytes
             peak = manager.step_end().device_bytes_peak
