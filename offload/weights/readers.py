@@ -14,6 +14,9 @@ import os
 import sys
 import threading
 import time
+from types import CodeType
+
+import torch
 
 from offload.weights.weight import in_backward
 
@@ -24,6 +27,8 @@ PATIENCE_S = 0.05
 the next entry of a queue, and is not waited for again until it has been seen once more."""
 
 _OWN = os.path.dirname(os.path.dirname(__file__))
+
+_BACKWARD = torch.autograd.graph._engine_run_backward.__name__
 
 Places = dict[int, tuple[int, int]]
 """Where threads stand: by identifier of the thread, the frame and its last instruction."""
@@ -45,7 +50,8 @@ class Readers:
             self._waits.pop(mine, None)
 
     def places(self) -> Places:
-        """Of the other threads that may read a weight unseen: not inside of this package, which sees it."""
+        """Of the other threads that may read a weight unseen: not inside of this package, which sees it, nor
+        while a thread of autograd runs what they called."""
         mine = threading.get_ident()
         if not self._known - {mine}:
             return {}
@@ -55,7 +61,7 @@ class Readers:
         return {
             thread: (id(frame), frame.f_lasti)
             for thread, frame in frames.items()
-            if thread in self._known and not frame.f_code.co_filename.startswith(_OWN)
+            if thread in self._known and not _is_seen(frame.f_code)
         }
 
     def await_calls(self, before: Places) -> None:
@@ -69,3 +75,6 @@ class Readers:
                 return
             time.sleep(1e-4)
 
+
+def _is_seen(code: CodeType) -> bool:
+    return code.co_name == _BACKWARD or code.co_filename.startswith(_OWN)

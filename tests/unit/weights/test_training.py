@@ -492,6 +492,26 @@ def test_threads_that_train_evaluate_and_read_one_model_beside_each_other() -> N
         assert wrong == []
 
 
+@pytest.mark.parametrize("name", ["run", "_engine_run_backward"])
+def test_a_thread_whose_backward_another_one_runs_is_not_waited_for(name: str) -> None:
+    """As the one that calls backward() stands while autograd's thread of a GPU recomputes a block."""
+    known, begun, lock = readers.Readers(), threading.Lock(), threading.Lock()
+
+    def run() -> None:
+        known.note()
+        begun.release()
+        lock.acquire()
+
+    run.__code__ = run.__code__.replace(co_name=name)
+    thread = threading.Thread(target=run)
+    with lock:
+        begun.acquire()
+        thread.start()
+        assert begun.acquire(timeout=60)
+        assert (thread.ident in known.places()) == (name == "run")
+    thread.join()
+
+
 @pytest.mark.parametrize("waits", [False, True], ids=["a long call", "a thread that waits"])
 def test_bytes_are_freed_behind_a_call_of_another_thread_that_began_inside_the_forward(
     waits: bool, monkeypatch: pytest.MonkeyPatch
