@@ -126,7 +126,7 @@ def _memory(axes: Any, timeline: Timeline, finest: int | None = None) -> None:
     samples = timeline.memory if finest is None else _thinned(timeline, finest)
     scale, _ = time_unit(timeline.duration_ms)
     most = max((sample.without_bytes + _beside(sample) for sample in samples), default=0)
-    most = max([most, *(max(_beside(s) + s.saved_bytes, s.host_bytes) for s in samples)], default=0)
+    most = max([most, *(max(_beside(s) + s.saved_bytes, s.host_bytes) for s in samples)])
     size, unit = byte_unit(most)
     times = [sample.ms * scale for sample in samples]
     below = [0.0] * len(samples)

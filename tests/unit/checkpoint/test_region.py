@@ -80,6 +80,8 @@ def test_each_backward_has_one_recompute_and_a_read_outside_of_any_has_its_own()
     seen: Any = y.grad_fn
     assert torch.equal(seen._saved_self, torch.sin(x @ w))
     assert function.calls == 4
+    assert torch.equal(seen.next_functions[0][0]._saved_self, x @ w)
+    assert function.calls == 5, "of a read outside nothing is kept for the next one"
     gradient = torch.autograd.grad(y.sum(), x)[0]
     assert x.grad is not None
     assert torch.equal(x.grad, 2 * gradient)
@@ -345,6 +347,17 @@ def test_it_runs_under_the_default_device_and_the_contexts_of_its_run() -> None:
         grad = torch.ones(6, 6)
     y.backward(grad)
     assert entered == ["run", "again"]
+
+
+def test_a_context_that_cannot_be_entered_leaves_no_hooks() -> None:
+    @contextmanager
+    def refuses() -> Iterator[None]:
+        raise ValueError("no")
+        yield
+
+    with pytest.raises(ValueError, match="no"):
+        Region(mixed, lambda: (refuses(), nullcontext())).begin(leaves())
+    assert not hooks_left()
 
 
 def test_whoever_asks_finds_a_checkpoint_around_the_run() -> None:

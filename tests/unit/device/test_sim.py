@@ -94,7 +94,7 @@ def test_host_memory_comes_in_pieces_of_at_most_a_registration() -> None:
     assert not memory.pieces[0].is_pinned()
     memory.release()
     memory.release()
-    assert memory.pieces == ()
+    assert memory.pieces == device.host_memory(0, BLOCK).pieces == ()
 
 
 def test_host_memory_that_the_system_refuses_is_a_budget_error() -> None:

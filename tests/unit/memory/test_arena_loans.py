@@ -11,7 +11,7 @@ import torch
 from offload.errors import HostBudgetError, PoolError
 from offload.memory.arena import Block, HostArena
 from offload.memory.loans import POLLS_PER_LOAN
-from tests.unit.memory.fakes import KIB, PIECE, FakeDevice, FakeEvent, arena_on, taken
+from tests.unit.memory.fakes import KIB, PAGE_BYTES, PIECE, FakeDevice, FakeEvent, arena_on, taken
 
 
 # -- lending -------------------------------------------------------------------------------------------------
@@ -71,6 +71,13 @@ def test_finalisers_give_back_without_the_lock_and_the_next_call_accepts(arena: 
     with arena._lock:  # a finaliser may run on the thread that holds it
         arena.give_back_later(block, None)
     assert arena.stats().lent == 0
+
+
+def test_what_a_finaliser_gave_back_is_lent_aligned_once_that_is_wanted(arena: HostArena) -> None:
+    for block in [taken(arena, 1000) for _ in range(2)]:
+        arena.give_back_later(block, None)
+    arena.align(PAGE_BYTES)
+    assert [taken(arena, 1000).extents[0].data_ptr() % PAGE_BYTES for _ in range(2)] == [0, 0]
 
 
 def test_a_finaliser_that_gives_back_twice_is_named_by_the_next_call(arena: HostArena) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,15 @@ def test_the_step_is_drawn(config: str, tmp_path: Path, capsys: pytest.CaptureFi
     code, _, _ = asked(capsys, "--model", config, *TWO_RANKS, "--schedule", "zbv", "--plot", str(path))
     assert code == 0
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_planned(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    question = ["--model", "llama9", "--sequence", "1024"]
+    assert asked(capsys, *question, "--plot", "a.png")[2].startswith("a plot needs matplotlib")
+    assert asked(capsys, *question)[2].startswith("no model is called 'llama9'")
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def test_the_last_rank_alternates_from_the_start() -> None:
 
 def test_fewer_microbatches_than_stages_run_all_forwards_first() -> None:
     assert " ".join(map(str, one_f_one_b(0, 8, 2))) == "0F0 0F1 0B0 0B1"
+    assert one_f_one_b(0, 8, 0) == ()
 
 
 def test_a_rank_outside_the_pipeline_is_refused_with_both_numbers() -> None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import ActivationConfig, ActivationRuntime, StaleHandleError
+from offload.client import Client
 from offload.compat import stagehand
 from offload.errors import OffloadError
 from tests.unit.spill.training import (
@@ -475,7 +476,9 @@ def test_two_runtimes_on_one_engine_each_count_their_own() -> None:
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_runtime_that_is_gone_leaves_the_engine_as_it_was(closed: bool) -> None:
-    engine = engine_of()
+    engine, other = engine_of(), Client()
+    other.name = "other"
+    engine.attach(other)
     cap = engine.limits.max_spilling_bytes
     runtime = ActivationRuntime(engine=engine, telemetry_enabled=False, debug_checksums=True)
     assert engine.limits.max_spilling_bytes is None, "the mark bounds what is in flight"
@@ -491,7 +494,7 @@ def test_a_runtime_that_is_gone_leaves_the_engine_as_it_was(closed: bool) -> Non
     assert gone() is None
     assert engine.limits.max_spilling_bytes == cap
     assert not engine.transfers.audit
-    assert not engine.clients
+    assert engine.clients == [other]
     assert not engine._readers
     assert not engine.limits.watchers
 
