@@ -83,9 +83,13 @@ class StreamedWeight(Watched):
     def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if _of_collectives(func) and (func in _ASKED_BY_COLLECTIVES or kwargs.get("async_op")):
             name = owner_of(next(watched_in((args, kwargs), cls))).name
+            why = (
+                "goes on when the weight's bytes have left the device: call it without async_op, or"
+                if kwargs.get("async_op")
+                else "this version of torch hands to C++, where the weight's bytes may be away:"
+            )
             raise OffloadError(
-                f"a collective of torch.distributed on {name}, a streamed weight: its copy would go on when "
-                "the weight's bytes have left the device. Call it without async_op, or give it "
+                f"a collective of torch.distributed on {name}, a streamed weight, {why} give it "
                 "weight.detach().clone(), and copy the result back"
             )
         if func in _NO_BYTES:
