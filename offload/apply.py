@@ -139,6 +139,11 @@ class Applied:
         return tuple(name for names in self.groups.values() for name in names)
 
     @property
+    def recomputes(self) -> int:
+        """Forwards of blocks that backwards ran again, whole or in part, since `apply`."""
+        return self._root.watch.recomputes if isinstance(self._root, ModelRoot) else 0
+
+    @property
     def is_off(self) -> bool:
         """Mode False, and no weights, gradients or optimizer's state that were to leave."""
         return self.mode is False and not (self._stream or self._gradients or self._move_state_back)

@@ -62,6 +62,7 @@ class Compared:
     | peak_bytes | most active bytes on the device in those; without a GPU, of saved tensors alone | bytes |
     | pinned_bytes | of host memory that it holds | bytes |
     | moved_bytes, stall_ms | of the last step: tensors that left, weights that came; waits | |
+    | recomputes | of the last step: forwards of blocks that the backward ran again, whole or in part | |
     | why_not | why it cannot be taken; "" where it can | |
     """
 
@@ -72,6 +73,7 @@ class Compared:
     pinned_bytes: int = 0
     moved_bytes: int = 0
     stall_ms: float = 0.0
+    recomputes: int = 0
     why_not: str = ""
 
     @property
@@ -111,12 +113,14 @@ class Comparison:
                 bytes_text(row.peak_bytes) if row.steps else "",
                 bytes_text(row.pinned_bytes) if row.steps else "",
                 bytes_text(row.moved_bytes) if row.steps else "",
+                f"{row.recomputes} blocks" if row.steps else "",
                 f"{row.stall_ms:.1f} ms" if row.steps else "",
                 row.why_not,
             ]
             for row in self.rows
         ]
-        headers = ["apply(model, ...)", "step", "/ nothing", "peak", "pinned", "moved", "stalls", "why not"]
+        headers = ["apply(model, ...)", "step", "/ nothing", "peak", "pinned", "moved"]
+        headers += ["recomputed", "stalls", "why not"]
         widths = [None] * (len(headers) - 1) + [60]
         table = tabulate(cells, headers, disable_numparse=True, maxcolwidths=widths)
         within = "" if self.within_bytes is None else f"within {bytes_text(self.within_bytes)}"
@@ -209,13 +213,14 @@ def _tried(
     """Take steps for so many seconds, two at least, under these arguments. Ranks go on together: the steps of
     one that went on alone would wait for the others."""
     handle, times, peaks = None, list[float](), list[int]()
-    ends, why_not, more = time.monotonic() + seconds, "", True
+    ends, why_not, more, before = time.monotonic() + seconds, "", True, 0
     try:
         while more and not why_not:
             try:
                 if handle is None and arguments != _NOTHING:
                     handle = apply(model, **arguments)
                 else:
+                    before = 0 if handle is None else handle.recomputes
                     _take(step, times, peaks, saved=handle is not None)
             except torch.OutOfMemoryError:
                 why_not = "the device ran out of memory"
@@ -237,6 +242,7 @@ def _tried(
             peak_bytes=max(peaks[len(times) // 2 :]),
             pinned_bytes=0 if handle is None else marks.default_manager().engine.arena.held_bytes,
             moved_bytes=figures.get("moved_bytes", 0) + (weights.in_bytes if weights else 0),
+            recomputes=0 if handle is None else handle.recomputes - before,
             stall_ms=figures.get("stall_ms", 0.0) + (weights.stall_ms if weights else 0.0),
         )
     finally:
@@ -281,10 +287,7 @@ def _of_ranks(mine: Any) -> list[Any]:
 def _agreed(row: Compared) -> Compared:
     """The worst of all ranks."""
     found = _of_ranks(_shallow(row))
-    worst = {
-        name: max(each[name] for each in found)
-        for name in ("step_ms", "peak_bytes", "pinned_bytes", "moved_bytes", "stall_ms", "steps", "why_not")
-    }
+    worst = {name: max(each[name] for each in found) for name in found[0].keys() - {"arguments"}}
     return Compared(arguments=row.arguments, **worst)
 
 

@@ -253,6 +253,7 @@ class RecomputedCall:
         if (written := self._members.written()) is not None:
             what = f"parameter {looks_of(written)} was written in place after the forward"
             self._watch.differs(*self._whose, f"{what}, as by an optimizer's step")
+        self._watch.recomputes += 1
         with self._members.in_place():
             _due.module = self._module
             try:

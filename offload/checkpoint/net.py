@@ -101,6 +101,7 @@ class Watch:
         self._later = Counter[object]()
         self._since: dict[str, int] = {}  # by block, the step of its first call
         self._said = Once()
+        self.recomputes = 0  # of all its calls, so far
         if not _hooks:  # now: a first forward may come in an optimizer's closure
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
 

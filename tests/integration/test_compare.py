@@ -127,8 +127,10 @@ def test_it_names_the_fastest_and_leaves_every_bit_as_it_was(optimizer: str, ste
         {"mode": "hidden_states"},
     ]
     assert all(row.steps >= 2 and row.step_ms > 0 and not row.why_not for row in table.rows)
+    assert [row.recomputes for row in table.rows] == [0, 4, 4]
     assert table.best == dict(min(table.rows, key=lambda row: row.step_ms).arguments)
     assert "mode='hidden_states'" in str(table)
+    assert "4 blocks" in str(table)
     assert "on the simulated device" in str(table)
     assert table.as_dict()["rows"][0]["arguments"] == {"mode": False}
     loop.step()  # and it trains on
