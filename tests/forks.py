@@ -120,8 +120,8 @@ def forked_ranks(
 def run_forked(
     command: Sequence[str], *, timeout: float, env: Mapping[str, str], **_: Any
 ) -> subprocess.CompletedProcess[str]:
-    """In place of `subprocess.run`, for `python script ...` and `python -m torch.distributed.run --standalone
-    --nproc-per-node N script ...`, with all output captured. Where a rank fails, the others are ended."""
+    """In place of `bench.run.run_shown`, for `python script ...` and `python -m torch.distributed.run
+    --standalone --nproc-per-node N script ...`. Where a rank fails, the others are ended."""
     under_torchrun = command[1:3] == ["-m", "torch.distributed.run"]
     ranks, (script, *arguments) = (int(command[5]), command[6:]) if under_torchrun else (1, command[1:])
     started: Any = (

@@ -40,7 +40,7 @@ class LeavingGroups:
     def sent(self, group: Group) -> None:
         """The group has been sent."""
         saved, cap = group.saved, self._engine.limits.groups_in_flight
-        if saved is None or (cap is None and not self.input_names):
+        if saved is None:
             return
         if group.name in self.input_names:
             cap = self._input_sent(saved.nbytes, cap)

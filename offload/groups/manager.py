@@ -255,7 +255,8 @@ class GroupsManager(OpenScopes, Client):
 
     def _send(self, handler: ChunkGroups, group: Group, forced: list[torch.Tensor]) -> None:
         handler.send(group, forced)
-        self._leaving.sent(group)
+        if self.engine.limits.groups_in_flight is not None or self._leaving.input_names:
+            self._leaving.sent(group)
         self.pump()
 
     def input_read_next(self, handler: ChunkGroups) -> None:

@@ -104,6 +104,30 @@ def outcome(about: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) 
     return result
 
 
+def run_shown(
+    command: Sequence[str], *, what: str, timeout: float, env: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """As subprocess.run() with all output captured, and a bar on a terminal. Raises
+    subprocess.TimeoutExpired; the process is killed then."""
+    pipe, ends = subprocess.PIPE, time.monotonic() + timeout
+    with (
+        tqdm(desc=what, bar_format="{desc}: {elapsed}", leave=False, disable=None) as bar,
+        subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env) as process,
+    ):
+        try:
+            while True:
+                try:
+                    output, errors = process.communicate(timeout=min(1.0, timeout))
+                    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+                except subprocess.TimeoutExpired:
+                    if time.monotonic() > ends:
+                        raise
+                bar.refresh()
+        except BaseException:
+            process.kill()
+            raise
+
+
 def outcome_of_process(
     script: Path, request: Any, folder: Path, *, timeout_s: float, launcher: Sequence[str] = ()
 ) -> dict[str, Any]:
@@ -118,26 +142,14 @@ def outcome_of_process(
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
     command = [*(launcher or [sys.executable]), str(script), "--child", str(folder)]
     what = getattr(request, "label", "") or type(request).__name__
-    pipe = subprocess.PIPE
-    with (
-        tqdm(desc=what, bar_format="{desc}: {elapsed}", leave=False, disable=None) as bar,
-        subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process,
-    ):
-        ends, errors = time.monotonic() + timeout_s, None
-        try:
-            while errors is None and time.monotonic() < ends:
-                with suppress(subprocess.TimeoutExpired):
-                    _, errors = process.communicate(timeout=min(1.0, timeout_s))
-                bar.refresh()
-        finally:
-            if errors is None:
-                process.kill()
-    if errors is None:
+    try:
+        ended = run_shown(command, what=what, timeout=timeout_s, env=environment)
+    except subprocess.TimeoutExpired:
         return {"status": "failed", "reason": f"took longer than --row-timeout-s {timeout_s:.0f}"}
-    last = (errors.strip().splitlines() or ["no output"])[-1]
-    died = {"status": "failed", "reason": f"process ended with {process.returncode}: {last}"}
+    last = (ended.stderr.strip().splitlines() or ["no output"])[-1]
+    died = {"status": "failed", "reason": f"process ended with {ended.returncode}: {last}"}
     result: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else died
-    result["stderr"] = errors[-_STDERR_CHARACTERS:]
+    result["stderr"] = ended.stderr[-_STDERR_CHARACTERS:]
     return result
 
 

@@ -35,7 +35,7 @@ def run(
     out = folder / "out.json"
     tiny = ["--tiny", "--samples", "1", "--warmup", "3", "--out", str(out)]
     with (
-        patch.object(bench.run.subprocess, "run", launch),
+        patch.object(bench.run, "run_shown", launch),
         patch.object(bench_pipeline, "__file__", str(script)),
         redirect_stdout(io.StringIO()) as said,
     ):
@@ -135,7 +135,7 @@ def test_row_that_fills_a_device_is_a_row_of_the_table_and_the_next_one_runs_in_
         "sys.exit(bench_pipeline.main())\n"
     )
     launches: list[str] = []
-    under_torchrun = subprocess.run
+    under_torchrun = bench.run.run_shown
 
     def launch(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         launches.append(" ".join(command[1:3]))

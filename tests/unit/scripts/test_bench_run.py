@@ -94,7 +94,7 @@ def test_rows_after_the_budget_are_told_and_what_ran_is_written(tmp_path: Path) 
     ],
 )
 def test_each_script_answers_in_a_process_of_its_own(script: ModuleType, asked: Any, tmp_path: Path) -> None:
-    with patch.object(bench.run.subprocess, "run", run_forked):
+    with patch.object(bench.run, "run_shown", run_forked):
         result = outcome_of_process(Path(str(script.__file__)), asked, tmp_path, timeout_s=120.0)
     assert result["status"] == "ok", result
     assert result["links"]["measured"] is False
