@@ -284,6 +284,8 @@ def test_a_plans_picture_has_each_blocks_bytes_by_microbatch_and_what_they_cost(
     assert sum(bar.get_width() for bar in sums.patches) == pytest.approx(
         sum(share.saved_bytes for share in shares) / GB
     )
+    names = sums.get_legend_handles_labels()[1]
+    assert len(names) == len({*names}), "each once in the legend"
     assert memory.patches[0].get_width() == 11
     assert memory.patches[1].get_width() == pytest.approx(explained.plan.predicted_peak_bytes / GB)
     assert sum(bar.get_width() for bar in times.patches) == pytest.approx(
