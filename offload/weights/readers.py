@@ -26,7 +26,7 @@ PATIENCE_S = 0.05
 """Longer than the host's part of an operator on a GPU. What stands longer waits for something else, such as
 the next entry of a queue, and is not waited for again until it has been seen once more."""
 
-_OWN = os.path.dirname(os.path.dirname(__file__))
+_OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 _BACKWARD = torch.autograd.graph._engine_run_backward.__name__
 
