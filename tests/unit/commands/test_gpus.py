@@ -125,9 +125,9 @@ def test_a_gpu_that_never_answers_is_left_behind(stuck: str, forever: threading.
         return simulated(name)
 
     begun = time.monotonic()
-    found = {gpu.name: gpu for gpu in measure([*RATES], pin_bytes=MIB, patience_s=0.5, make=make)}
+    found = {gpu.name: gpu for gpu in measure([*RATES], pin_bytes=MIB, patience_s=2.0, make=make)}
     assert time.monotonic() - begun < 20, "it waits for its patience, and not for the GPU"
-    assert found[stuck].error.startswith("did not answer within 0.5 s")
+    assert found[stuck].error.startswith("did not answer within 2 s")
     assert found[stuck].is_alive()
     if stuck == "sim:1":  # the one before it had its turn
         assert found["sim:0"].error == ""

@@ -57,9 +57,13 @@ def test_the_mode_of_the_config_is_taken_where_none_is_given() -> None:
 def test_the_disk_mode_uses_the_directory_for_temporary_files_where_none_is_given() -> None:
     model = build()
     offload.apply(model, "disk", min_numel=1)
-    train(model)
-    stats = offload.marks.default_manager().stats
-    assert 0 < stats.disk_write_bytes <= stats.spill_bytes
+    for _ in range(20):  # what a busy host has not written yet is read from host memory, and never written
+        train(model)
+        stats = offload.marks.default_manager().stats
+        assert stats.disk_write_bytes <= stats.spill_bytes
+        if stats.disk_write_bytes:
+            break
+    assert stats.disk_write_bytes > 0
 
 
 def test_the_report_of_a_handle_counts_from_apply_on(manager: PipelineOffloadManager) -> None:
