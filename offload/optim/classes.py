@@ -9,7 +9,7 @@ parameters in one call.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -100,35 +100,41 @@ def step_alone(optimizer: Optimizer, *closure: Callable[[], Any]) -> Any:
     arguments = (optimizer, *closure)
     for hook in optimizer._optimizer_step_pre_hooks.values():
         hook(optimizer, arguments, {})
-    found = None
-    for _ in _kernels_calls(optimizer):
-        found = step(*arguments)
+    found = _sgd_step(optimizer, step, *closure) if type(optimizer) is torch.optim.SGD else step(*arguments)
     for post_hook in optimizer._optimizer_step_post_hooks.values():
         post_hook(optimizer, arguments, {})
     return found
 
 
-def _kernels_calls(optimizer: Optimizer) -> Iterator[None]:
-    """One; two for a fused SGD of which some parameters have momentum and others none yet, as those of a
-    layer that was unfrozen: its kernel raises a TypeError for both at once. In each the others have no
-    gradient."""
-    groups: Any = optimizer.param_groups if type(optimizer) is torch.optim.SGD else ()
-    pairs = [(each, each.grad) for group in groups for each in group["params"] if each.grad is not None]
-    state = optimizer.state
-    new = [pair for pair in pairs if state.get(pair[0], {}).get("momentum_buffer") is None]
-    if not 0 < len(new) < len(pairs) or not any(group["fused"] for group in groups):
-        yield
-        return
+def _sgd_step(optimizer: Optimizer, step: Any, *closure: Callable[[], Any]) -> Any:
+    """A step of SGD, whose fused kernel raises a TypeError where some parameters have momentum and others none
+    yet, as those of a layer that was unfrozen: these are stepped first, by a call of their own, while the
+    others have no gradient. The closure is called once."""
+    loss = None
+    if closure:
+        with torch.enable_grad():
+            loss = closure[0]()
+    groups = [group for group in optimizer.param_groups if group["fused"] and group["momentum"]]
+    begun = {
+        each: optimizer.state.get(each, {}).get("momentum_buffer") is not None
+        for group in groups
+        for each in group["params"]
+        if each.grad is not None
+    }
+    if len({*begun.values()}) < 2:
+        step(optimizer)
+        return loss
+    every = (each for group in optimizer.param_groups for each in group["params"])
+    gradients = [(each, each.grad) for each in every]
     try:
-        for chosen in (new, [pair for pair in pairs if not any(pair is each for each in new)]):
-            for each, _ in pairs:
-                each.grad = None
-            for each, gradient in chosen:
-                each.grad = gradient
-            yield
+        for now in (False, True):
+            for each, gradient in gradients:
+                each.grad = gradient if begun.get(each, True) is now else None
+            step(optimizer)
     finally:
-        for each, gradient in pairs:
+        for each, gradient in gradients:
             each.grad = gradient
+    return loss
 
 
 def is_elementwise(cls: type[Optimizer]) -> bool:

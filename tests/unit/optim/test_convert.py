@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 import offload
 from offload import HostBudgetError, HybridDeviceOptimizer, PipelineOffloadManager
 from offload.conductor import ConductorConfig
+from offload.optim.classes import step_alone
 from tests.inside import streams_from
 from tests.unit.groups.stack import build_manager, installed
 from tests.unit.weights.streamed import BLOCK_BYTES, BLOCKS, ROWS, WIDTH, Model, squares
@@ -137,6 +138,34 @@ def test_sgd_steps_a_layer_that_trains_later_with_the_momentum_of_its_own_first_
     for mine, its in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
         buffers = ours.optimizer.state[mine], plain.optimizer.state[its]
         torch.testing.assert_close(*(each["momentum_buffer"] for each in buffers))
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_where_some_momentum_begins_a_closure_is_called_and_each_group_stepped_once(closes: bool) -> None:
+    found = []
+    for fused in (True, False):
+        early, late, other, plain = (nn.Parameter(torch.full((5,), n + 1.0)) for n in range(4))
+        groups = [{"params": [early, late]}, {"params": [other], "momentum": 0.0}]
+        optimizer = SGD(groups, lr=0.1, momentum=0.9, fused=fused)
+        optimizer.add_param_group({"params": [plain], "fused": False})
+        calls: list[int] = []
+
+        def closure(parameters: Any = (early, late, other, plain), calls: list[int] = calls) -> Tensor:
+            calls.append(1)
+            for parameter in parameters:
+                parameter.grad = parameter.detach() * 0.5
+            return torch.stack([parameter.sum() for parameter in parameters]).sum()
+
+        step = step_alone if fused else SGD.step
+        closure((early, other, plain))
+        step(optimizer)
+        calls.clear()
+        loss = step(optimizer, closure) if closes else (closure(), step(optimizer))[0]
+        assert len(calls) == 1
+        found.append([loss.detach(), *(each.detach() for each in (early, late, other, plain))])
+        assert late.grad is not None
+        assert early.grad is not None
+    torch.testing.assert_close(*found)
 
 
 def test_hooks_attributes_and_the_schedulers_count_stay_through_both_conversions(recwarn: Any) -> None:
