@@ -145,7 +145,7 @@ class Applied:
 
     @property
     def is_off(self) -> bool:
-        """Mode False, and no weights, gradients or optimizer's state that were to leave."""
+        """Whether nothing was to leave: mode False, without weights, gradients or optimizer's state."""
         return self.mode is False and not (self._stream or self._gradients or self._move_state_back)
 
     @property

@@ -107,9 +107,9 @@ def step_alone(optimizer: Optimizer, *closure: Callable[[], Any]) -> Any:
 
 
 def _sgd_step(optimizer: Optimizer, step: Any, *closure: Callable[[], Any]) -> Any:
-    """A step of SGD, whose fused kernel raises a TypeError where some parameters have momentum and others none
-    yet, as those of a layer that was unfrozen: these are stepped first, by a call of their own, while the
-    others have no gradient. The closure is called once."""
+    """A step of SGD, whose fused kernel raises a TypeError where some parameters have momentum and others
+    none yet, as those of a layer that was unfrozen: these are stepped first, by a call of their own, while
+    the others have no gradient. The closure is called once."""
     loss = None
     if closure:
         with torch.enable_grad():

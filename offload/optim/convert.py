@@ -157,8 +157,8 @@ def _make_plain(
 
 
 def _load(optimizer: Optimizer, packed: dict[str, Any]) -> None:
-    """load_state_dict(), which rounds to the parameter's dtype also what has a dtype of its own, such as
-    NAdam's float32 mu_product: that is put back."""
+    """Load a state dict without rounding. torch's load_state_dict() rounds to the parameter's dtype also what
+    has a dtype of its own, such as NAdam's float32 mu_product: that is put back."""
     optimizer.load_state_dict(packed)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter, entry in ((parameters[index], entry) for index, entry in packed["state"].items()):

@@ -35,7 +35,7 @@ Places = dict[int, tuple[int, int]]
 
 
 class Readers:
-    """Of one model."""
+    """The threads that read or write weights of one model from outside of its blocks."""
 
     def __init__(self) -> None:
         self._known: set[int] = set()
@@ -50,8 +50,8 @@ class Readers:
             self._waits.pop(mine, None)
 
     def places(self) -> Places:
-        """Of the other threads that may read a weight unseen: not inside of this package, which sees it, nor
-        while a thread of autograd runs what they called."""
+        """Where the other threads stand that may be reading a weight unseen. One that stands in this
+        package is seen, and one that has called backward() reads none while autograd's thread runs it."""
         mine = threading.get_ident()
         if not self._known - {mine}:
             return {}
@@ -65,7 +65,8 @@ class Readers:
         }
 
     def await_calls(self, before: Places) -> None:
-        """What stands where it stood then goes on first. Blocks the host for it, `PATIENCE_S` at most."""
+        """Wait until each thread has left the place where it stood before. Blocks the host, at most
+        `PATIENCE_S`."""
         end = time.monotonic() + PATIENCE_S
         while before:
             now = self.places()

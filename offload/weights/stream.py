@@ -144,7 +144,7 @@ class WeightStream(Client):
 
     # -- forwards of blocks ----------------------------------------------------------------------------------
     def enter(self, block: BlockWeights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Close:
-        """As Holder. Blocks the host: never."""
+        """As Holder. Blocks the host: only as `Residency.drop` does."""
         with self._lock:
             during = Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE
             self._used(block, during, block.weights)
@@ -378,7 +378,7 @@ class WeightStream(Client):
 
     @property
     def _weights(self) -> list[Weight]:
-        """All that stream, by the block and by the expert."""
+        """The weights that stream, by the block and by the expert."""
         by_block = (weight for block in self.blocks for weight in block.weights)
         return [*by_block, *(each.weight for each in self.experts.weights)]
 

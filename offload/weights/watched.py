@@ -288,7 +288,8 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _beside_a_forward(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Since the call was seen, another thread's forward may have given the weights torch's own class."""
+    """The answer of a call whose weights another thread's forward has given torch's own class since the call
+    was seen: their blocks stay until it ends."""
     homes = [vars(tensor)[HOME]() for tensor in watched_in((args, kwargs), Tensor) if HOME in vars(tensor)]
     with _held([weight for weight in homes if isinstance(weight, Weight)]):
         return func(*args, **kwargs)

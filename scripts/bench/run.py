@@ -107,7 +107,7 @@ def outcome(about: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) 
 def run_shown(
     command: Sequence[str], *, what: str, timeout: float, env: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """As subprocess.run() with all output captured, and a bar on a terminal. Raises
+    """Run a command as subprocess.run() does with all output captured, beside a bar on a terminal. Raises
     subprocess.TimeoutExpired; the process is killed then."""
     pipe, ends = subprocess.PIPE, time.monotonic() + timeout
     with (
