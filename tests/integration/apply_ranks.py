@@ -57,9 +57,11 @@ class Model(nn.Module):
 
 
 @contextmanager
-def new_manager() -> Iterator[PipelineOffloadManager]:
-    """With the rank table on, as it is by default."""
-    manager = configure(OffloadConfig(min_offloaded_tensor_size=1), device="sim")
+def new_manager(device: str = "cpu") -> Iterator[PipelineOffloadManager]:
+    """With the rank table on, as it is by default. device: "cpu" takes the simulated one."""
+    simulated = device == "cpu"
+    limits = OffloadConfig(min_offloaded_tensor_size=1, host_reserve_bytes=0 if simulated else 64 << 20)
+    manager = configure(limits, device="sim" if simulated else device)
     try:
         yield manager
     finally:
@@ -102,19 +104,20 @@ SPREADS: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
 }
 
 
-def _build() -> Model:
+def _build(device: str) -> Model:
     torch.manual_seed(3)
-    return Model()
+    return Model().to(device)
 
 
-def _train(model: nn.Module, seed: int) -> list[Tensor]:
+def _train(model: nn.Module, seed: int, device: str) -> list[Tensor]:
     """Gradients of each step and the last weights, as far as this rank has them. seed: of its data."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[Tensor] = []
     for step in range(STEPS):
         for microbatch in range(MICROBATCHES):
             generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + seed)
-            model(torch.randn(ROWS, WIDTH, generator=generator)).square().mean().backward()
+            x = torch.randn(ROWS, WIDTH, generator=generator).to(device)
+            model(x).square().mean().backward()
         seen += [_local(parameter.grad) for parameter in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
@@ -126,19 +129,20 @@ def _local(tensor: Any) -> Tensor:
     return found
 
 
-def _spread(spread: str, rank: int, mesh: DeviceMesh) -> dict[str, Any]:
-    """By mode, applied before the model is spread and after."""
+def spread_over(spread: str, rank: int, mesh: DeviceMesh, modes: Sequence[Any] = MODES) -> dict[str, Any]:
+    """By mode, applied before the model is spread and after, on the mesh's kind of device."""
+    device = mesh.device_type
     seed = 0 if spread == TENSOR_PARALLEL else rank  # whose ranks work on one batch
-    plain = _train(SPREADS[spread](_build(), mesh), seed)
+    plain = _train(SPREADS[spread](_build(device), mesh), seed, device)
     found: dict[str, Any] = {}
-    for mode in MODES:
+    for mode in modes:
         for after in (False, True):
-            with new_manager() as manager:
-                model: nn.Module = _build()
+            with new_manager(device) as manager:
+                model: nn.Module = _build(device)
                 handles = [] if after else [offload.apply(model, mode, min_numel=1)]
                 model = SPREADS[spread](model, mesh)
                 handles += [offload.apply(model, mode, min_numel=1)] if after else []
-                ours = _train(model, seed)
+                ours = _train(model, seed, device)
                 found[f"{mode} {'after' if after else 'before'}"] = {
                     "bitwise": same(ours, plain),
                     "steps": manager.engine.step,
@@ -249,7 +253,7 @@ def _pipelines(name: str, rank: int, ranks: int) -> dict[str, Any]:
 
 def rank_main(rank: int, ranks: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (ranks,))
-    found: dict[str, Any] = {spread: _spread(spread, rank, mesh) for spread in SPREADS}
+    found: dict[str, Any] = {spread: spread_over(spread, rank, mesh) for spread in SPREADS}
     found.update((name, _pipelines(name, rank, ranks)) for name in SCHEDULES)
     with new_manager():
         pipeline = Pipeline("1f1b", rank, ranks, mode=True, ours=True)

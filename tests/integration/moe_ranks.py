@@ -56,7 +56,8 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def configured(rank: int) -> Any:
+def configured(rank: int, device: str = "cpu") -> Any:
+    """device: "cpu" takes the simulated one."""
     limits = OffloadConfig(
         min_offloaded_tensor_size=16,
         piece_bytes=2048,
@@ -64,7 +65,12 @@ def configured(rank: int) -> Any:
         host_reserve_bytes=16 << 20,
         pp_rank=rank,
     )
-    return configure(limits, device="sim", print_summary=False)
+    return configure(limits, device="sim" if device == "cpu" else device, print_summary=False)
+
+
+def config_for(device: str, **changes: Any) -> MixtureConfig:
+    """Attention on a GPU has the same bits every time."""
+    return CONFIG.with_(math_attention=device != "cpu", **changes)
 
 
 def seeds_of(rank: int) -> tuple[int, int]:
@@ -90,12 +96,12 @@ def near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
     ]
 
 
-def one_ranks(config: MixtureConfig, seeds: list[tuple[int, ...]]) -> dict[str, Tensor]:
+def one_ranks(config: MixtureConfig, seeds: list[tuple[int, ...]], device: str = "cpu") -> dict[str, Tensor]:
     """The mean of what the ranks' losses give, of the whole model in one process; the auxiliary loss sees all
     of a microbatch's tokens at once, as it does over ranks."""
-    whole = MixtureGPT(config)
+    whole = MixtureGPT(config).to(device)
     for microbatch in zip(*seeds, strict=True):
-        tokens = torch.cat([text(seed) for seed in microbatch])
+        tokens = torch.cat([text(seed) for seed in microbatch]).to(device)
         loss_of(whole(tokens), tokens).backward()
     return grads_of(whole)
 
@@ -111,21 +117,21 @@ def whole_of(model: MixtureGPT, grads: dict[str, Tensor], group: dist.ProcessGro
     return found
 
 
-def shared_by_all(rank: int, world: int) -> dict[str, Any]:
-    """Four ranks share the experts: each setting beside none, and none beside one rank."""
-    manager = configured(rank)
-    group = dist.group.WORLD
+def shared_by_all(rank: int, group: dist.ProcessGroup, device: str = "cpu") -> dict[str, Any]:
+    """The group's ranks share the experts: each setting beside none, and none beside one rank."""
+    manager = configured(rank, device)
+    config = config_for(device)
     manager.disable_offload()
-    plain = MixtureGPT(CONFIG, group)
+    plain = MixtureGPT(config, group).to(device)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)  # names that torch gives up
         expected = step(plain, seeds_of(rank))
     grads = whole_of(plain, expected[1], group)
-    alone = one_ranks(CONFIG, [seeds_of(each) for each in range(world)])
+    alone = one_ranks(config, [seeds_of(each) for each in dist.get_process_group_ranks(group)], device)
     manager.enable_offload()
     found: dict[str, Any] = {"far": near(grads, alone), "gradients": [len(grads), len(alone)]}
     for name, setting in MODES.items():
-        model = MixtureGPT(CONFIG, group, **setting)
+        model = MixtureGPT(config, group, **setting).to(device)
         same = [is_same(step(model, seeds_of(rank)), expected) for _ in range(2)]
         found[name] = {
             "same": same,
@@ -261,10 +267,10 @@ def order_of_a_forward(rank: int) -> list[str]:
     return found
 
 
-def experts_on_the_host(rank: int) -> dict[str, Any]:
-    """Four ranks share frozen experts, and each streams its own by the expert, beside the same without."""
-    manager = configured(rank)
-    models = [MixtureGPT(CONFIG, dist.group.WORLD) for _ in range(2)]
+def experts_on_the_host(rank: int, device: str = "cpu") -> dict[str, Any]:
+    """All ranks share frozen experts, and each streams its own by the expert, beside the same without."""
+    manager = configured(rank, device)
+    models = [MixtureGPT(config_for(device), dist.group.WORLD).to(device) for _ in range(2)]
     for model in models:
         for parameter in expert_parameters(model):
             parameter.requires_grad_(False)
@@ -275,7 +281,7 @@ def experts_on_the_host(rank: int) -> dict[str, Any]:
     for number in range(4):
         grads = []
         for model, optimizer in zip(models, optimizers, strict=True):
-            tokens = text(10 * rank + number)
+            tokens = text(10 * rank + number).to(device)
             loss_of(model(tokens), tokens).backward()
             grads.append(grads_of(model))
             optimizer.step()
@@ -371,17 +377,21 @@ def beside_fsdp(rank: int, pair: dist.ProcessGroup, manager: Any) -> dict[str, A
     return found
 
 
-def beside_stages(rank: int, pair: dist.ProcessGroup, across: dist.ProcessGroup) -> dict[str, Any]:
+def beside_stages(
+    rank: int, pair: dist.ProcessGroup, across: dist.ProcessGroup, device: str = "cpu"
+) -> dict[str, Any]:
     """Two stages, each shared by two ranks; every rank of a pair runs the same schedule."""
     found = {}
     for name in ("1f1b", "interleavedzerobubble", "zbv"):
         spec = schedule_named(name)
-        manager = configured(rank)
+        manager = configured(rank, device)
         virtual = spec.default_virtual_stages
-        config = CONFIG.with_(layers=2 * virtual, balance=None)
+        config = config_for(device, layers=2 * virtual, balance=None)
         stages = []
         for index in stages_of(spec, rank=across.rank(), ranks=2, virtual_stages=virtual):
-            module = build_stage_module(config, index, 2 * virtual, group=pair, offload_modules=GROUP_NAMES)
+            module = build_stage_module(
+                config, index, 2 * virtual, group=pair, offload_modules=GROUP_NAMES
+            ).to(device)
             given, made = stage_examples(
                 config, index, 2 * virtual, batch=2, sequence=SMALL.sequence, dtype=torch.float32
             )
@@ -390,7 +400,7 @@ def beside_stages(rank: int, pair: dist.ProcessGroup, across: dist.ProcessGroup)
                     module,
                     index,
                     2 * virtual,
-                    torch.device("cpu"),
+                    torch.device(device),
                     input_args=given,
                     output_args=made,
                     group=across,
@@ -398,7 +408,7 @@ def beside_stages(rank: int, pair: dist.ProcessGroup, across: dist.ProcessGroup)
                 )
             )
         schedule = build_schedule(spec, stages, microbatches=4, loss_fn=loss_of)
-        tokens = torch.cat([text(4 * pair.rank() + microbatch) for microbatch in range(4)])
+        tokens = torch.cat([text(4 * pair.rank() + microbatch) for microbatch in range(4)]).to(device)
         results = []
         for offloads in (False, True, True):
             (manager.enable_offload if offloads else manager.disable_offload)()
@@ -411,9 +421,8 @@ def beside_stages(rank: int, pair: dist.ProcessGroup, across: dist.ProcessGroup)
             )
             manager.step_end()
             results.append({f"{each.stage_index}": grads_of(each.submod) for each in stages})
-        alone = {
-            key: grad / 4 for key, grad in one_ranks(config, [tuple(range(4)), tuple(range(4, 8))]).items()
-        }
+        whole_batch = one_ranks(config, [tuple(range(4)), tuple(range(4, 8))], device)
+        alone = {key: grad / 4 for key, grad in whole_batch.items()}
         far, same = [], []
         for stage in stages:
             off, *on = (result[f"{stage.stage_index}"] for result in results)
@@ -453,7 +462,7 @@ def recomputed_by_apply(rank: int) -> dict[str, bool]:
 
 
 def rank_main(rank: int, world: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"all": shared_by_all(rank, world)}
+    found: dict[str, Any] = {"all": shared_by_all(rank, dist.group.WORLD)}
     found["any order"] = in_any_order(rank)
     found["order"] = order_of_a_forward(rank)
     found["kinds"] = saved_kinds(rank)

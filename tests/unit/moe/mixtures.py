@@ -35,7 +35,8 @@ def text(seed: int = 0, batch: int = BATCH) -> Tensor:
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+    targets = tokens[:, 1:].flatten().to(logits.device)
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets)
 
 
 @contextmanager
@@ -53,10 +54,11 @@ def step(
     """The logits of some microbatches, and the sum of their gradients. Backwards come in reverse; ordered:
     each after its forward."""
     model.zero_grad()
+    device = next(model.parameters()).device
     logits, losses = [], []
     for seed in seeds:
         init_chunk_handler()
-        logits.append(model(text(seed)))
+        logits.append(model(text(seed).to(device)))
         losses.append(loss_of(logits[-1], text(seed)))
         if ordered:
             losses.pop().backward()

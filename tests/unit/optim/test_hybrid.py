@@ -124,9 +124,7 @@ def test_sgd_of_half_precision_is_not_stepped_by_torchs_kernel_that_changes_noth
     """pytorch#191763."""
     options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
     models = [net(dtype) for _ in range(2)]
-    ours = hybrid(
-        models[0], offload_fraction=1.0, cpu_optimizer_cls=SGD, atomic_step=atomic, **options
-    )
+    ours = hybrid(models[0], offload_fraction=1.0, cpu_optimizer_cls=SGD, atomic_step=atomic, **options)
     plain = SGD(models[1].parameters(), **options, foreach=False)
     assert_same_bits(train(models[0], ours, 3), train(models[1], plain, 3))
     for mine, its in zip(ours.state_dict()["state"].values(), plain.state.values(), strict=True):
