@@ -70,6 +70,18 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
             f"--offload-modules {given.offload_modules!r} names no mark; give all, none, or some of "
             f"{', '.join(moe.GROUP_NAMES if given.preset == MIXTURE else GROUP_NAMES)}"
         )
+    if given.weights is not None:
+        others = {
+            "--compare": given.compare,
+            "--check-end": given.check_end,
+            "--optimizer-offload-fraction": given.optimizer_offload_fraction is not None,
+            f"--offload {given.offload}": given.offload != "groups",
+        }
+        if beside := [option for option, is_given in others.items() if is_given]:
+            raise ValueError(
+                f"--weights does not go with {' or '.join(beside)}: weights begin to stream anew in each "
+                "arm; time a run with it and one without"
+            )
     if given.compare == 1:
         raise ValueError("--compare 1 would show no spread; give at least 2 runs of each arm")
     if given.verify and given.compare:
@@ -301,6 +313,13 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     offload.add_argument(
+        "--weights",
+        type=_host_or_gb,
+        metavar="GB",
+        help="so much of a rank's weights stays or passes on the device, and all of its blocks' wait on the "
+        "host; host: two blocks of each stage are on the device (default: all stay)",
+    )
+    offload.add_argument(
         "--optimizer-offload-fraction",
         type=_fraction_or_auto,
         metavar="F",
@@ -350,6 +369,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     proof.add_argument("--telemetry", type=Path, metavar="FILE", help="write one line of JSON a step")
     return parser
+
+
+def _host_or_gb(text: str) -> str:
+    try:
+        if text == "host" or 0 < float(text) < MOST:
+            return text
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text} must be a number of GB above 0, or host")
 
 
 def _fraction_or_auto(text: str) -> float | str:

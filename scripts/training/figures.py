@@ -86,7 +86,7 @@ def why_nothing_left(options: Options, arm: Arm) -> str:
     if not options.offloads:
         return "--offload-modules none asks for that"
     last = [figures.engine for figures in arm.steps[-1]]
-    if any(engine["spill_bytes"] for engine in last):
+    if options.weights or any(engine["spill_bytes"] for engine in last):
         return ""
     saved = any(engine["saved"] for engine in last)
     return (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe import names_of_this_rank
-from offload import HybridDeviceOptimizer, Report, Trace, apply, configure, report, tracing
+from offload import Applied, HybridDeviceOptimizer, Report, Trace, apply, configure, report, tracing
 from parallel.host import reserve_host_together
 from parallel.launch import Rank
 from parallel.order import actions_of, peak_chunks
@@ -81,6 +81,9 @@ class Job:
         self.actions = actions_of(self.schedule, place)
         self.manager.set_order(self.actions)
         self.optimizer = self._new_optimizer()
+        self._streams: list[Applied] = []
+        """Of each stage, while its weights stream."""
+        self.switch(True)
         self.trace: Trace | None = None
         """Of a step that was asked to be traced."""
         self.report: Report | None = None
@@ -123,7 +126,7 @@ class Job:
         expected = None
         if self.options.verify:
             expected = self._gradients(batch, offloads=False)
-            self.manager.enable_offload()
+            self.switch(True)
         started = time.perf_counter()
         with tracing() if trace else nullcontext() as recorded:
             loss = self._forward_backward(batch)
@@ -232,8 +235,17 @@ class Job:
         return torch.stack([loss.detach().double() for loss in losses]).mean().item() if losses else math.nan
 
     def switch(self, offloads: bool) -> None:
-        """Turn offload on or off."""
+        """Turn offload on or off. Without it all weights are on the device."""
         (self.manager.enable_offload if offloads else self.manager.disable_offload)()
+        if not offloads:
+            while self._streams:
+                self._streams.pop().remove()
+        elif self.options.weights is not None and not self._streams:
+            asked, stages = self.options.weights, len(self.modules)
+            size = asked if asked == "host" else f"{int(float(asked) * 1e9 / stages)}B"
+            self._streams = [
+                apply(module, weights=size, blocks="blocks.*") for module in self.modules.values()
+            ]
 
     def _update(self, step: int) -> float:
         """The optimizer's part of a step; its seconds."""

@@ -78,6 +78,9 @@ class Options:
     """--offload auto."""
     device_total_bytes: int | None
     """Of --offload auto; None for what costs little."""
+    weights: str | None
+    """What `apply` is given for a rank's blocks: "host", or GB for all of its stages; None leaves them on the
+    device."""
     optimizer_fraction: float | Literal["auto"] | None
     """Share of the optimizer's state that lives on the host; None is torch's own optimizer, on the device."""
     verify: bool
@@ -93,7 +96,7 @@ class Options:
     @property
     def offloads(self) -> bool:
         """Whether anything may leave."""
-        return bool(self.model.offload_modules) or self.marks is not None or self.auto
+        return bool(self.model.offload_modules or self.marks or self.auto or self.weights)
 
     @property
     def tokens(self) -> int:
@@ -140,7 +143,7 @@ def read_options(arguments: list[str], ranks: Ranks) -> Options:
     check_counts(schedule, ranks=pipeline, virtual_stages=virtual_stages, microbatches=microbatches)
     model.check_stages(pipeline * virtual_stages)
     for name in ("verify", "plot"):
-        if getattr(given, name) and not (model.offload_modules or given.offload != "groups"):
+        if getattr(given, name) and not (model.offload_modules or given.offload != "groups" or given.weights):
             raise ValueError(f"--{name} needs something that is offloaded; --offload-modules is none")
     options = Options(
         preset=given.preset,
@@ -165,6 +168,7 @@ def read_options(arguments: list[str], ranks: Ranks) -> Options:
         else (int(given.high_gb * 1e9), None if given.low_gb is None else int(given.low_gb * 1e9)),
         auto=given.offload == "auto",
         device_total_bytes=None if given.device_total_gb is None else int(given.device_total_gb * 1e9),
+        weights=given.weights,
         optimizer_fraction=given.optimizer_offload_fraction,
         verify=given.verify,
         compare=given.compare,

@@ -235,6 +235,30 @@ def test_split_backward_trains_alone_with_every_gradient_verified(schedule: str)
     assert "bit for bit what it is without offload" in output
 
 
+@pytest.mark.parametrize(("schedule", "layers", "weights"), [("1f1b", "6", "0.0001"), ("zbv", "12", "host")])
+def test_two_ranks_stream_their_stages_weights_with_every_gradient_verified(
+    tmp_path: Path, schedule: str, layers: str, weights: str
+) -> None:
+    """Three blocks a stage, so that no block's weights are there all the time."""
+    telemetry, streamed = tmp_path / "steps.jsonl", tmp_path / "streamed.py"
+    streamed.write_text(
+        "import runpy, sys\n"
+        "from tests.inside import streams_from\n"
+        f"sys.argv[0] = {str(TRAIN)!r}\n"
+        "with streams_from(64):\n"
+        "    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    arguments = ["--device", "cpu", "--steps", "2", "--verify", "--schedule", schedule, "--weights", weights]
+    more = [*SMALL, "--layers", layers, "--telemetry", str(telemetry)]
+    with forked_ranks(streamed, [*arguments, *more], ranks=2) as processes:
+        for code, _, errors in [process.ended() for process in processes]:
+            assert code == 0, errors
+    for rank in lines_of(telemetry)[-1]["ranks"]:
+        figures = rank["engine"]["clients"]["weights"]
+        assert figures["in_bytes"] > figures["lent_bytes"] > 0
+        assert rank["engine"]["spill_bytes"] > 0
+
+
 MIXTURE = ["--preset", "moe", *SMALL, "--ffn", "32", "--experts", "4", "--steps", "2", "--verify"]
 
 

@@ -108,6 +108,8 @@ TWO = Ranks(0, 2, 0, 2)
         (["--plot", "no/such/folder/step.png"], "--plot .*: there is no folder .*no/such/folder"),
         (["--high-gb", "8"], "--high-gb 8.0 goes with --offload watermark"),
         (["--device-total-gb", "8"], "--device-total-gb 8.0 goes with --offload auto"),
+        (["--weights", "0"], "0 must be a number of GB above 0, or host"),
+        (["--weights", "host", "--compare"], "--weights does not go with --compare"),
         (["--offload", "auto", "--device-total-gb", "nan"], "--device-total-gb is nan; it must be above 0"),
         (["--offload", "watermark"], "--offload watermark needs --high-gb, in GB of 1e9 bytes"),
         (
