@@ -1,6 +1,6 @@
 """Marks: groups of saved tensors that begin and end where the forward says so; each rank's bytes in a table.
 
-    torchrun --nproc-per-node 2 examples/marks.py
+torchrun --nproc-per-node 2 examples/marks.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """A model and a loop of your own: one line offloads it.
 
-    python examples/own_loop.py
+python examples/own_loop.py
 """
 
 import torch

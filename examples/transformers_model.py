@@ -1,6 +1,6 @@
 """A transformers model in a loop of your own; each block is recomputed, and its input waits on the host.
 
-    python examples/transformers_model.py
+python examples/transformers_model.py
 """
 
 import torch

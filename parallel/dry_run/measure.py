@@ -40,9 +40,7 @@ class Sizes:
     calls: int = 2000
 
 
-def measured(
-    named: Gpu, device: torch.device, sizes: Sizes | None = None, link: Rates | None = None
-) -> Gpu:
+def measured(named: Gpu, device: torch.device, sizes: Sizes | None = None, link: Rates | None = None) -> Gpu:
     """`named` with the rates of `device`. Blocks for some seconds.
 
     link: the host link; None measures it, which needs CUDA. Rates between GPUs stay assumed.

@@ -66,9 +66,7 @@ class Gpu:
         )
         return shared, ""
 
-    def scaled(
-        self, *, memory_bytes: int | None, matmul_flops: float | None, link_rate: float | None
-    ) -> Gpu:
+    def scaled(self, *, memory_bytes: int | None, matmul_flops: float | None, link_rate: float | None) -> Gpu:
         """A GPU of a user's figures: attention as this one's in proportion to `matmul_flops`, links to
         `link_rate`, bytes a second out of one GPU alone; the rest is this one's, and `assumed` says so. None:
         as this one has it."""

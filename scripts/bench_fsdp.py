@@ -1,0 +1,248 @@
+#!/usr/bin/env python3
+"""What a step costs with FSDP2's shards on the host: stepped on the GPU by FSDPGPUOptimizerWrapper, or on the
+host as CPUOffloadPolicy alone has it.
+
+    python scripts/bench_fsdp.py --ranks 2 --out fsdp.json
+    python scripts/bench_fsdp.py --ranks 4 --layers 40 --threads 16,8,4
+    python scripts/bench_fsdp.py --tiny         gloo and the simulated device, for the script's own sake
+
+The model is that of bench_optimizer.py, float32 shards, bfloat16 blocks, torch's fused AdamW; a step is one
+forward and backward of a sequence on each rank. The peer's row is made for each number of threads, and the
+ratio is over its best. Figures are those of the slowest or fullest rank, and step() is a part of the step.
+torchrun starts the ranks anew for each row. One invariant: a row's weights after three steps under
+deterministic kernels are compared with the bits of the row nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import os
+import statistics
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+_SCRIPTS = Path(__file__).resolve().parent
+for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
+    if _folder not in sys.path:
+        sys.path.insert(0, _folder)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.fsdp import (  # noqa: E402
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.nn import functional  # noqa: E402
+
+import offload  # noqa: E402
+from bench.measure import Clock  # noqa: E402
+from bench.optim_work import ADAMW, TINY, FusedStack, OptimShape  # noqa: E402
+from bench.run import NEEDS_GPU, Run, add_run_options, answer_child, hardware  # noqa: E402
+from offload.optim import FSDPGPUOptimizerWrapper  # noqa: E402
+from parallel.launch import Rank, Ranks, choose_device, launched, ranks_from_environment, run_rank  # noqa: E402
+
+GB = 1e9
+PEER, WRAPPER = "cpu_offload_policy", "wrapper"
+ROWS = ("nothing", PEER, WRAPPER, "wrapper, hidden_states")
+COMPARED_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the parent asks of all ranks. threads: of torch's, on each rank."""
+
+    row: str
+    threads: int
+    shape: OptimShape
+    samples: int
+    warmup: int
+    tiny: bool
+
+
+class Trainer:
+    """The row's model and optimizer on this rank."""
+
+    def __init__(self, request: Request, rank: Rank) -> None:
+        self.device, self.shape, self.rank = rank.device, request.shape, rank
+        self.clock = Clock(rank.device)
+        cuda = self.clock.cuda
+        self.engine, self.handle = None, None
+        if request.row.startswith(WRAPPER):
+            device = str(rank.device) if cuda else "sim"
+            self.engine = offload.configure(device=device, store=rank.store, print_summary=False).engine
+        self.model = FusedStack(request.shape, rank.device, torch.float32)
+        if request.row.endswith("hidden_states"):
+            self.handle = offload.apply(self.model, "hidden_states", min_numel=1 if request.tiny else None)
+        on_host = request.row != "nothing"
+        policy = CPUOffloadPolicy(pin_memory=cuda) if on_host else OffloadPolicy()
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for part in (*self.model.blocks, self.model):
+            fully_shard(
+                part,
+                mesh=rank.mesh,
+                mp_policy=mixed if cuda else MixedPrecisionPolicy(),
+                offload_policy=policy,
+            )
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), fused=True, **ADAMW)
+        if self.engine is not None:
+            self.optimizer = FSDPGPUOptimizerWrapper(self.optimizer, rank.device, engine=self.engine)
+
+    def step(self, number: int) -> tuple[Any, Any, Any]:
+        """Points in time: of its begin, when gradients are there, and of its end."""
+        ranks = self.rank.ranks
+        generator = torch.Generator(self.device).manual_seed(number * ranks.world + ranks.rank)
+        size = (1, self.shape.sequence, self.shape.hidden)
+        x, y = (torch.randn(size, device=self.device, generator=generator) for _ in range(2))
+        begin = self.clock.mark()
+        functional.mse_loss(self.model(x).float(), y).backward()
+        backward = self.clock.mark()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return begin, backward, self.clock.mark()
+
+    def digest(self) -> str:
+        """Of this rank's shards."""
+        found = hashlib.sha256()
+        for parameter in self.model.parameters():
+            found.update(parameter.detach().to_local().cpu().contiguous().view(torch.uint8).numpy())  # type: ignore[attr-defined]
+        return found.hexdigest()
+
+    def pinned_bytes(self) -> int:
+        """By torch and by the engine."""
+        of_torch = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if self.clock.cuda else 0
+        return of_torch + (0 if self.engine is None else self.engine.arena.held_bytes)
+
+
+def measure(request: Request, rank: Rank) -> dict[str, Any]:
+    """This rank's figures."""
+    trainer = Trainer(request, rank)
+    clock = trainer.clock
+    torch.use_deterministic_algorithms(True)
+    for number in range(COMPARED_STEPS):
+        trainer.step(number)
+    clock.drain()
+    digest = trainer.digest()
+    torch.use_deterministic_algorithms(False)
+    samples = []
+    for number in range(request.warmup + request.samples):
+        clock.drain()
+        dist.barrier(rank.group)
+        clock.reset_peaks()
+        begin, backward, end = trainer.step(COMPARED_STEPS + number)
+        clock.drain()
+        samples.append(
+            {"step_ms": clock.ms(begin, end), "update_ms": clock.ms(backward, end), **clock.memory()}
+        )
+    timed = samples[request.warmup :]
+    return {
+        "digest": digest,
+        "pinned": trainer.pinned_bytes(),
+        "moved_bytes": 0 if trainer.handle is None else trainer.handle.report().last_step["moved_bytes"],
+        "active_peak": max(one["active_peak"] for one in timed),
+        "reserved_peak": max(one["reserved_peak"] for one in timed),
+        **{name: statistics.median(one[name] for one in timed) for name in ("step_ms", "update_ms")},
+        "samples": samples,
+    }
+
+
+def answer(request: Request, ranks: Ranks) -> dict[str, Any] | None:
+    """All ranks' figures, on rank 0."""
+    torch.set_num_threads(request.threads)  # torchrun has set it to one
+    device = choose_device("cpu" if request.tiny else "cuda", ranks)
+    with launched(ranks, device) as rank:
+        everyones: list[Any] = [None] * ranks.world
+        dist.all_gather_object(everyones, measure(request, rank))
+    return {"status": "ok", "hardware": hardware(), "ranks": everyones} if ranks.rank == 0 else None
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, help="processes, one a GPU (all GPUs; 2 with --tiny)")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="(all)")
+    parser.add_argument("--layers", type=int, default=20, help="243 M parameters each (%(default)s)")
+    parser.add_argument("--sequence", type=int, default=4096, help="tokens on each rank (%(default)s)")
+    parser.add_argument("--threads", help="of each rank, a row of the peer each (this host's cores / ranks)")
+    parser.add_argument("--samples", type=int, default=5, help="timed steps a row (%(default)s)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them (%(default)s)")
+    add_run_options(parser, row_timeout_s=240.0)
+    parsed = parser.parse_args(arguments)
+    parsed.ranks = parsed.ranks or (2 if parsed.tiny else max(1, torch.cuda.device_count()))
+    share = max(1, len(os.sched_getaffinity(0)) // parsed.ranks)
+    parsed.threads = [int(text) for text in parsed.threads.split(",")] if parsed.threads else [share]
+    return parsed
+
+
+def line(result: dict[str, Any], nothing: dict[str, Any] | None, peer_ms: float | None) -> str:
+    label = f"{result['row']}, {result['threads']} threads" if result["row"] == PEER else result["row"]
+    if result["status"] != "ok":
+        return f"| {label} | {result['status']}: {result.get('reason', '')} |"
+    ranks = result["ranks"]
+    worst = {
+        name: max(rank[name] for rank in ranks)
+        for name in ("step_ms", "update_ms", "active_peak", "reserved_peak", "pinned")
+    }
+    ratio = "" if peer_ms is None or result["row"] == PEER else f"{worst['step_ms'] / peer_ms:.3f}"
+    digests = [rank["digest"] for rank in ranks]
+    same = nothing is not None and digests == [rank["digest"] for rank in nothing["ranks"]]
+    bits = "" if nothing in (None, result) else "same" if same else "differ"
+    memory = " | ".join(f"{worst[name] / GB:.2f}" for name in ("active_peak", "reserved_peak", "pinned"))
+    times = f"{worst['step_ms']:.1f} | {worst['update_ms']:.1f}"
+    return f"| {label} | {times} | {ratio} | {memory} | {bits} |"
+
+
+def run_rows(run: Run) -> None:
+    args = run.args
+    shape = TINY if args.tiny else OptimShape(layers=args.layers, sequence=args.sequence)
+    base = Request(
+        row="", threads=args.threads[0], shape=shape, samples=args.samples, warmup=args.warmup, tiny=args.tiny
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", str(args.ranks)]
+    print(*run.header_lines(hardware()), sep="\n")
+    print(f"{args.ranks} ranks, {shape.parameters / GB:.2f} G parameters, {shape.sequence} tokens a rank")
+    print(f"| row | step ms | step() ms | / {PEER} | active GB | reserved | pinned | bits |")
+    print("|---|---|---|---|---|---|---|---|")
+    nothing, peer_ms = None, None
+    for row in (row for row in ROWS if row in args.rows):
+        for threads in args.threads if row == PEER else args.threads[:1]:
+            asked = replace(base, row=row, threads=threads)
+            found = run.measure(asked, _no_rank_here, launcher=launcher)
+            said = [text for text in found.get("stderr", "").splitlines() if text.startswith("rank ")]
+            if found["status"] == "failed" and said:
+                found["reason"] = said[0]
+            result = run.keep({"row": row, "threads": threads, **found})
+            if result["status"] == "ok" and row == "nothing":
+                nothing = result
+            if result["status"] == "ok" and row == PEER:
+                slowest = max(rank["step_ms"] for rank in result["ranks"])
+                peer_ms = slowest if peer_ms is None else min(peer_ms, slowest)
+            print(line(result, nothing, peer_ms), flush=True)
+
+
+def _no_rank_here(request: Any) -> dict[str, Any]:
+    raise AssertionError("torchrun starts the ranks")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    if args.child is not None:
+        ranks = ranks_from_environment()
+        run_rank(lambda: answer_child(args.child, functools.partial(answer, ranks=ranks)), ranks)
+    if not args.tiny and not torch.cuda.is_available():
+        print(NEEDS_GPU)
+        return 2
+    with Run(__file__, args, arguments) as run:
+        run_rows(run)
+        return run.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
