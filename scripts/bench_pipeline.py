@@ -5,6 +5,7 @@ link they share.
     python scripts/bench_pipeline.py --verify --out pipeline.json
     python scripts/bench_pipeline.py --ranks 4 --schedules 1f1b,zbv --saved-limit-gb 30,15 --budget-s 300
     python scripts/bench_pipeline.py --ranks 2 --schedules zbv --rows auto --layers 22 --device-total-gb 125
+    python scripts/bench_pipeline.py --ranks 2 --schedules 1f1b --rows nothing,weights --microbatches 8
     python scripts/bench_pipeline.py --ranks 2 --tiny --verify    gloo and the simulated device, for the
                                                                   script's own sake
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -36,7 +38,17 @@ from parallel.launch import ranks_from_environment, run_rank  # noqa: E402
 from parallel.schedules import check_counts, schedule_named  # noqa: E402
 from pipelines import child, report  # noqa: E402
 from pipelines.memory import BlockFacts  # noqa: E402
-from pipelines.requests import KINDS, SCHEDULE_NAMES, JobShape, Request, RowRequest, complete, rows_of  # noqa: E402
+from pipelines.requests import (  # noqa: E402
+    KINDS,
+    LEAST_STREAMED_LAYERS,
+    SCHEDULE_NAMES,
+    STREAMED,
+    JobShape,
+    Request,
+    RowRequest,
+    complete,
+    rows_of,
+)
 
 GB = 1e9
 HOST_GB_A_GPU = 110.0
@@ -103,6 +115,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--timeout-s", type=float, default=120.0, help="what a message between ranks may take (%(default)s)"
     )
     parser.add_argument("--isolate", action="store_true", help="a launch for each row with --tiny, too")
+    parser.add_argument(
+        "--one-launch",
+        action="store_true",
+        help="one launch for all rows but the links, and another behind a row that fails; --budget-s is "
+        "looked at before a launch only",
+    )
     add_run_options(parser, row_timeout_s=300.0)
     args = parser.parse_args(arguments)
     if args.child is not None:
@@ -120,12 +138,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         )
     if ("auto" in args.row_list) != bool(args.device_total_gb):
         raise ValueError("a row of mode auto needs both: --rows auto and --device-total-gb 120, say")
+    if args.one_launch and args.isolate:
+        raise ValueError("--one-launch and --isolate exclude each other")
     args.microbatches = args.microbatches if args.microbatches is not None else max(2, 2 * args.ranks)
     args.sequence = args.sequence if args.sequence is not None else (32 if args.tiny else 8192)
     for name in ("ranks", "layers", "sequence", "samples"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} is {value}; it must be at least 1")
+    streamed = [kind for kind in args.row_list if kind in STREAMED]
     for name in args.schedule_list:
         spec = schedule_named(name)
         virtual = spec.default_virtual_stages
@@ -134,6 +155,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             raise ValueError(
                 f"--layers {args.layers} cannot be cut into the {virtual} virtual stages of {name}; give a "
                 "multiple"
+            )
+        if streamed and args.layers is not None and args.layers // virtual < LEAST_STREAMED_LAYERS:
+            raise ValueError(
+                f"--rows {streamed[0]} needs {LEAST_STREAMED_LAYERS} layers a virtual stage: under {name} "
+                f"--layers {LEAST_STREAMED_LAYERS * virtual} at least, not {args.layers}"
             )
     return args
 
@@ -169,19 +195,27 @@ def request_of(args: argparse.Namespace) -> Request:
 
 
 def measure(run: Run, request: Request, rows: Sequence[RowRequest]) -> list[dict[str, Any]]:
-    """The rows' results from one launch of all ranks."""
-    for path in run.folder.glob("failure-*.json"):
+    """The rows' results from one launch of all ranks, up to the first that failed."""
+    for path in [*run.folder.glob("failure-*.json"), *run.folder.glob("row-*.json")]:
         path.unlink()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += ["--nproc-per-node", str(run.args.ranks)]
     asked = replace(request, rows=tuple(rows))
-    result = child.with_failures(run.measure(asked, _no_rank_here, launcher=launcher), run.folder)
-    results: list[dict[str, Any]] = result.get("rows") or [
-        {"row": asdict(row), "label": row.label, **result} for row in rows
-    ]
-    for found in results:
-        print(report.progress_line(found, run.elapsed_s), flush=True)
-        run.keep(found)
+    results: list[dict[str, Any]] = []
+    ended: dict[str, Any] = {"status": "failed", "reason": "the run was ended"}
+    try:
+        ended = child.with_failures(
+            run.measure(asked, _no_rank_here, launcher=launcher, rows=len(rows)), run.folder
+        )
+    finally:
+        results += [json.loads(path.read_text()) for path in sorted(run.folder.glob("row-*.json"))]
+        if ended["status"] != "ok":
+            failed = rows[min(len(results), len(rows) - 1)]
+            results[len(rows) - 1 :] = []
+            results.append({"row": asdict(failed), "label": failed.label, **ended})
+        for found in results:
+            print(report.progress_line(found, run.elapsed_s), flush=True)
+            run.keep(found)
     return results
 
 
@@ -200,9 +234,9 @@ def run_rows(run: Run, request: Request) -> None:
     request = replace(request, shape=shape, facts=facts)
     print(*run.header_lines(facts["hardware"]), *report.calculation_lines(facts, shape, world), sep="\n")
     # what is tiny holds too little to be in its own way, and a launch takes longer than a row
-    for part in [rows] if run.args.tiny and not run.args.isolate else [(row,) for row in rows]:
-        if part:
-            measure(run, request, part)
+    together = run.args.one_launch or (run.args.tiny and not run.args.isolate)
+    while rows:
+        rows = rows[len(measure(run, request, rows if together else rows[:1])) :]
     print(*report.report_lines(run.results, shape), sep="\n")
 
 

@@ -35,42 +35,62 @@ class LinkRates:
         """Both directions together."""
         return self.duplex_d2h + self.duplex_h2d
 
+    @property
+    def duplex_s(self) -> float:
+        """Seconds of one run of `Copies` both ways."""
+        return _COPIES * _BYTES / min(self.duplex_d2h, self.duplex_h2d)
+
 
 SIMULATED = LinkRates(d2h=55e9, h2d=55e9, duplex_d2h=50e9, duplex_h2d=50e9, measured=False)
 """Stand-ins for a machine without a GPU: they prove the arithmetic and are no measurement."""
 
 
-def measure_links(line_up: Callable[[], None] | None = None) -> LinkRates:
-    """Block for about two seconds and return the medians.
+class Copies:
+    """Whole copies of pinned memory both ways, on two side streams.
 
-    line_up: a barrier over the ranks that copy at the same time, called before each of the timed runs (of 60
-        ms).
+    line_up: a barrier over the ranks that copy at the same time, called before each run (of 60 ms).
     """
-    nbytes, copies, repeats = _BYTES, _COPIES, _REPEATS
-    host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    device = [torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device="cuda") for _ in range(2)]
-    lanes = [torch.cuda.Stream(), torch.cuda.Stream()]
-    pairs = ((host[0], device[0]), (device[1], host[1]))  # (destination, source) of D2H and of H2D
 
-    def rates(directions: tuple[int, ...], count: int) -> list[float]:
+    def __init__(self, line_up: Callable[[], None] | None = None) -> None:
+        host = [torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        device = [torch.randint(0, 255, (_BYTES,), dtype=torch.uint8, device="cuda") for _ in range(2)]
+        self._line_up = line_up
+        self._lanes = [torch.cuda.Stream(), torch.cuda.Stream()]
+        # (destination, source) of D2H and of H2D
+        self._pairs = ((host[0], device[0]), (device[1], host[1]))
+
+    def rates(
+        self, directions: tuple[int, ...], count: int, beside: Callable[[], object] | None = None
+    ) -> list[float]:
+        """Bytes per second of each. beside: issues other work once the copies are issued."""
         torch.cuda.synchronize()
-        if line_up is not None:
-            line_up()
+        if self._line_up is not None:
+            self._line_up()
         go = torch.cuda.Event(enable_timing=True)
         go.record()
         ends = [torch.cuda.Event(enable_timing=True) for _ in directions]
         for direction in directions:
-            lanes[direction].wait_event(go)
+            self._lanes[direction].wait_event(go)
         for _ in range(count):  # in turn, so that neither direction is issued long before the other
             for direction in directions:
-                destination, source = pairs[direction]
-                with torch.cuda.stream(lanes[direction]):
+                destination, source = self._pairs[direction]
+                with torch.cuda.stream(self._lanes[direction]):
                     destination.copy_(source, non_blocking=True)
         for direction, end in zip(directions, ends, strict=True):
-            end.record(lanes[direction])
+            end.record(self._lanes[direction])
+        if beside is not None:
+            beside()
         torch.cuda.synchronize()
-        return [count * nbytes / (go.elapsed_time(end) * 1e-3) for end in ends]
+        return [count * _BYTES / (go.elapsed_time(end) * 1e-3) for end in ends]
 
+    def rates_beside(self, beside: Callable[[], object]) -> list[float]:
+        """Out and back, both at once, beside what is issued."""
+        return self.rates((0, 1), _COPIES, beside)
+
+
+def measure_links(line_up: Callable[[], None] | None = None) -> LinkRates:
+    """Block for about two seconds and return the medians. line_up: as of Copies."""
+    rates, copies, repeats = Copies(line_up).rates, _COPIES, _REPEATS
     rates((0, 1), 1)
     d2h = statistics.median(rates((0,), copies)[0] for _ in range(repeats))
     h2d = statistics.median(rates((1,), copies)[0] for _ in range(repeats))

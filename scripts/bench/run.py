@@ -196,15 +196,20 @@ class Run:
         *,
         here: bool = False,
         launcher: Sequence[str] = (),
+        rows: int = 1,
     ) -> dict[str, Any]:
         """What `run` makes of the request: in this process if `here`, else in one of its own, or in those
-        that `launcher` starts."""
+        that `launcher` starts. rows: each may take --row-timeout-s."""
         if self.spent:
             return {"status": "not run", "reason": f"--budget-s {self.args.budget_s:.0f} is spent"}
         if here:
             return run(request)
         return outcome_of_process(
-            self.script, request, self.folder, timeout_s=self.args.row_timeout_s, launcher=launcher
+            self.script,
+            request,
+            self.folder,
+            timeout_s=rows * self.args.row_timeout_s,
+            launcher=launcher,
         )
 
     @property

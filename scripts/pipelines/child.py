@@ -1,4 +1,4 @@
-"""One rank of one launch: it measures the rows it is asked for, and the first rank has the figures of all.
+"""One rank of one launch: it measures the rows it is asked for, and the first rank writes the figures of all.
 
 One invariant: a row that runs out of device memory ends this process, after it has written down how much
 there was; torchrun ends the ranks that wait for it. Nothing tries to go on with a process group whose ranks
@@ -28,18 +28,24 @@ _EMPTY_SHARE = 0.96
 
 
 def run(request: Request, ranks: Ranks, folder: str) -> dict[str, Any] | None:
-    """The rows' results on the first rank, None elsewhere. A failure is written to the folder and raised."""
+    """Measure; each row's result is in the folder as soon as it is over. A failure is written there and
+    raised. None but on the first rank."""
     device = choose_device(request.device, ranks)
     with launched(ranks, device, timeout=request.timeout_s) as rank:
         if device.type == "cuda":
             _await_empty(device)
         try:
             bench = Bench(request, rank)
-            results = [_row(bench, rank, row) for row in request.rows]
+            for number, row in enumerate(request.rows):
+                found = _row(bench, rank, row)
+                if ranks.rank == 0:
+                    path = Path(folder) / f"row-{number:03d}.json"
+                    path.with_suffix(".part").write_text(json.dumps(found, default=str))
+                    path.with_suffix(".part").rename(path)
         except Exception as error:
             (Path(folder) / f"failure-{ranks.rank}.json").write_text(json.dumps(_failure(error, rank)))
             raise
-    return {"status": "ok", "rows": results} if ranks.rank == 0 else None
+    return {"status": "ok"} if ranks.rank == 0 else None
 
 
 def with_failures(result: dict[str, Any], folder: Path) -> dict[str, Any]:

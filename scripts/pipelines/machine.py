@@ -7,6 +7,7 @@ and what is measured alone is measured while the others wait.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -28,6 +29,9 @@ from pipelines.requests import JobShape, Request
 _MESSAGES, _PRODUCTS = 9, 40
 """Timed sends of each kind; products that a busy sender goes on with."""
 
+_SUMMED_BYTES, _SUMS, _REPEATS = 256 << 20, 10, 3
+"""Of one all-reduce; how many are timed at once, and how often."""
+
 
 def machine_facts(request: Request, rank: Rank, min_elements: int) -> dict[str, Any]:
     """This rank's figures; `usable_bytes` is the fullest device's, the same on every rank. Blocks for some
@@ -38,6 +42,7 @@ def machine_facts(request: Request, rank: Rank, min_elements: int) -> dict[str, 
         "block": asdict(_block_facts(request.shape, rank, min_elements)),
         "message_ms": _message_ms(request.shape, rank),
     }
+    found["sums"] = _sums(rank, found["rates"][-1]["rates"])
     usable: list[Any] = [None] * rank.ranks.world
     dist.all_gather_object(usable, found["block"]["usable_bytes"], group=rank.group)
     found["block"]["usable_bytes"] = min(usable)
@@ -147,6 +152,62 @@ def _message_ms(shape: JobShape, rank: Rank) -> dict[str, float]:
         if me == 1:
             found[name] = statistics.median(times)
     return found
+
+
+def _sums(rank: Rank, rates: dict[str, Any]) -> dict[str, float]:
+    """Bus bytes per second of an all-reduce over all ranks, alone and beside whole copies both ways on every
+    rank, and what these reach beside it. rates: of the link, when all ranks copy. {} for one rank."""
+    world, clock = rank.ranks.world, Clock(rank.device)
+    if world == 1:
+        return {}
+    summed = torch.zeros((_SUMMED_BYTES if clock.cuda else 1 << 16) // 4, device=rank.device)
+    copies = links.Copies(partial(line_up, rank.group)) if clock.cuda else None
+    span: list[Any] = []
+
+    def issue(count: int) -> None:
+        start = clock.mark()
+        for _ in range(count):
+            dist.all_reduce(summed, group=rank.group)
+        span[:] = start, clock.mark()
+
+    def seconds(count: int) -> float:
+        clock.drain()
+        return clock.ms(*span) * 1e-3 / count
+
+    def beside(count: int) -> list[float]:
+        """What the copies reach: out, back."""
+        if copies is not None:
+            return copies.rates_beside(partial(issue, count))
+        issue(count)
+        return [links.SIMULATED.duplex_d2h, links.SIMULATED.duplex_h2d]
+
+    issue(1)
+    alone = []
+    for _ in range(_REPEATS):
+        clock.drain()
+        line_up(rank.group)
+        issue(_SUMS)
+        alone.append(seconds(_SUMS))
+    everybody: list[Any] = [None] * world
+    mine = statistics.median(alone), links.LinkRates(**rates).duplex_s if clock.cuda else 0.0
+    dist.all_gather_object(everybody, mine, group=rank.group)
+    sum_s, copies_s = (max(each) for each in zip(*everybody, strict=True))
+    # sums that end before the copies do are beside them all the time, and the other way round
+    few, many = max(1, int(0.4 * copies_s / sum_s)), max(1, math.ceil(2 * copies_s / sum_s))
+    busy, reached = [], []
+    for _ in range(_REPEATS):
+        beside(few)
+        busy.append(seconds(few))
+        reached.append(beside(many))
+    out, back = (statistics.median(each) for each in zip(*reached, strict=True))
+    bus_bytes = summed.nbytes * 2 * (world - 1) / world
+    return {
+        "nbytes": summed.nbytes,
+        "alone": bus_bytes / mine[0],
+        "beside_copies": bus_bytes / statistics.median(busy),
+        "copies_d2h": out,
+        "copies_h2d": back,
+    }
 
 
 def _exchange_once(rank: Rank) -> None:

@@ -15,10 +15,21 @@ from tabulate import tabulate
 
 from pipelines.bounds import rank_bounds_ms
 from pipelines.memory import BlockFacts, need_lines, need_of
-from pipelines.requests import JobShape
+from pipelines.requests import STREAMED, JobShape
 
 GB = 1e9
-TIMED = ("nothing", "ours", "auto", "attention")
+TIMED = ("nothing", "ours", *STREAMED, "auto", "attention")
+_SUMMED = (
+    "blocks",
+    "kept_blocks",
+    "limit_bytes",
+    "streamed_bytes",
+    "in_bytes",
+    "out_bytes",
+    "stall_ms",
+    "hits",
+    "misses",
+)
 
 
 def step_ms(result: Mapping[str, Any]) -> list[float]:
@@ -108,6 +119,17 @@ def link_lines(result: Mapping[str, Any]) -> list[str]:
         each = [f"{name} {ms:.2f} ms" for name, ms in rank.get("message_ms", {}).items()]
         if each:
             lines.append(f"  a stage's hidden states from rank 0 to rank 1: {', '.join(each)}")
+    sums = [found for rank in result["ranks"] if (found := rank.get("sums"))]
+    if sums:
+        alone, busy, out, back = (
+            " ".join(f"{rank[name] / GB:.1f}" for rank in sums)
+            for name in ("alone", "beside_copies", "copies_d2h", "copies_h2d")
+        )
+        lines.append(
+            f"  an all-reduce of {sums[0]['nbytes'] / 1e6:.0f} MB over all ranks, bus GB/s on each: "
+            f"alone {alone}; beside copies both ways on every rank {busy}; the copies beside it: out {out}, "
+            f"back {back}"
+        )
     return lines
 
 
@@ -177,16 +199,50 @@ def steps_lines(results: Sequence[Mapping[str, Any]], tokens: int) -> list[str]:
             if result["row"]["kind"] == "auto" and result["status"] == "ok"
             for line in _plan_lines(result)
         ),
+        *(
+            line
+            for result in results
+            if result["row"]["kind"] in STREAMED and result["status"] == "ok"
+            for line in _weights_lines(result)
+        ),
     ]
+
+
+def _weights_lines(result: Mapping[str, Any]) -> list[str]:
+    """What streamed on each rank, all of its stages together."""
+    lines = []
+    for number, rank in enumerate(result["ranks"]):
+        stages = rank["weights"]
+        total = {name: sum(stage[name] for stage in stages) for name in _SUMMED}
+        line = (
+            f"{result['label']}, rank {number}: at most {total['limit_bytes'] / GB:.2f} of "
+            f"{total['streamed_bytes'] / GB:.2f} GB of weights on the device, {total['kept_blocks']} of "
+            f"{total['blocks']} blocks stay; a step: {total['in_bytes'] / GB:.2f} GB in, "
+            f"{total['out_bytes'] / GB:.2f} out, {total['misses']} of {total['hits'] + total['misses']} uses "
+            f"not foretold, compute waited {total['stall_ms']:.1f} ms"
+        )
+        gradients = [stage["gradients"] for stage in stages if stage["gradients"]]
+        if gradients:
+            came, left, waited = (
+                sum(each[name] for each in gradients) for name in ("in_bytes", "out_bytes", "stall_ms")
+            )
+            line += f"; of gradients {came / GB:.2f} GB in, {left / GB:.2f} out, waited {waited:.1f} ms"
+        lines.append(line)
+    return lines
 
 
 def _plan_lines(result: Mapping[str, Any]) -> list[str]:
     """What mode auto says of itself on each rank, without its table: that is in --out."""
-    return [
-        f"{result['label']}, rank {number}, after {rank['warmup']} steps: {line}"
-        for number, rank in enumerate(result["ranks"])
-        for line in rank["explained"].split("\n\n")[0].splitlines()
-    ]
+    lines = []
+    for number, rank in enumerate(result["ranks"]):
+        said = f"{result['label']}, rank {number}, after {rank['warmup']} steps"
+        if rank["predicted_ms"] is not None:
+            lines.append(
+                f"{said}: the plan's step {rank['predicted_ms']:.1f} ms, measured "
+                f"{statistics.median(rank['walls_ms']):.1f}, its actions {sum(rank['action_ms']):.1f}"
+            )
+        lines += [f"{said}: {line}" for line in rank["explained"].split("\n\n")[0].splitlines()]
+    return lines
 
 
 def _start_line(result: Mapping[str, Any]) -> str:
@@ -231,7 +287,8 @@ def verify_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
 def equal_gradients(result: Mapping[str, Any]) -> bool:
     """Whether a comparison ran, had something to compare, and found nothing."""
     return result["status"] == "ok" and all(
-        rank["num_wrong"] == 0 and rank["left"] > 0 and rank["repeatable"] for rank in result["ranks"]
+        rank["num_wrong"] == 0 and rank["left"] > 0 and rank["repeatable"] and all(rank["came"].values())
+        for rank in result["ranks"]
     )
 
 
@@ -245,13 +302,20 @@ def _verdict(result: Mapping[str, Any]) -> str:
     idle = [number for number, rank in enumerate(ranks) if not rank["left"]]
     if idle:
         return f"PROVES NOTHING: no tensor left rank {idle[0]}"
+    for kind in ranks[0]["came"]:
+        if idle := [number for number, rank in enumerate(ranks) if not rank["came"][kind]]:
+            return f"PROVES NOTHING: no weight came to rank {idle[0]} with {kind}"
     wrong = sum(rank["num_wrong"] for rank in ranks)
     if wrong:
         first = next(rank["wrong"][0] for rank in ranks if rank["wrong"])
         return f"DIFFERENT in {wrong} tensors, first {first}"
     left = "+".join(str(rank["left"]) for rank in ranks)
     tensors = "+".join(str(rank["tensors"]) for rank in ranks)
+    came = "".join(
+        f", {sum(rank['came'][kind] for rank in ranks) / 1e6:.1f} MB came in those of {kind}"
+        for kind in ranks[0]["came"]
+    )
     return (
         f"bitwise equal on every rank: {tensors} tensors in {ranks[0]['steps']} steps, "
-        f"{left} saved tensors left"
+        f"{left} saved tensors left{came}"
     )

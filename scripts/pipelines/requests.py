@@ -15,8 +15,13 @@ from parallel.schedules import schedule_named
 from pipelines.memory import BlockFacts, most_layers, need_of
 
 SCHEDULE_NAMES = ("1f1b", "interleaved1f1b", "zbv", "dualpipev")
-KINDS = ("links", "nothing", "ours", "auto", "attention", "verify")
+STREAMED = ("weights", "weights+gradients")
+"""Half of the blocks' weights are on the device, those on their way included, and all activations; their
+gradients stay, or wait on the host as well, which is what `apply` does by itself."""
+KINDS = ("links", "nothing", "ours", *STREAMED, "auto", "attention", "verify")
 """Of "auto" the limit is of all active bytes: a device_total."""
+LEAST_STREAMED_LAYERS = 4
+"""Of a virtual stage: one block computes while the next arrives, so half of fewer cannot stay away."""
 LIMITED_SHARES = (0.5, 0.25)
 """Default limits, of what the first rank under 1F1B would hold: half, which later ranks hardly notice, and a
 quarter."""
@@ -33,6 +38,8 @@ class RowRequest:
     limit_share: float | None = None
     """The same as a share of what the first rank under 1F1B saves at most; turned into bytes once that is
     known."""
+    streamed: tuple[str, ...] = ()
+    """Of "verify": kinds of STREAMED that are compared as well."""
 
     @property
     def label(self) -> str:
@@ -106,13 +113,22 @@ def rows_of(
             ]
         return [RowRequest(kind="ours", schedule=schedule, limit_share=share) for share in LIMITED_SHARES[at]]
 
+    def streaming(schedule: str) -> list[RowRequest]:
+        return [RowRequest(kind=kind, schedule=schedule) for kind in STREAMED]
+
+    streamed = tuple(kind for kind in STREAMED if kind in kinds)
     first, others = schedules[0], list(schedules[1:])
     ordered = [
         RowRequest(kind="links"),
         RowRequest(kind="nothing", schedule=first),
         *limited(first, slice(0, 1)),
+        *streaming(first),
         RowRequest(kind="attention", schedule=first),
-        *([RowRequest(kind="verify", schedule=name) for name in schedules] if verify else []),
+        *(
+            [RowRequest(kind="verify", schedule=name, streamed=streamed) for name in schedules]
+            if verify
+            else []
+        ),
         *(row for name in others for row in limited(name, slice(0, 1))),
         *limited(first, slice(1, None)),
         *(
@@ -120,7 +136,7 @@ def rows_of(
             for name in schedules
             for total in totals_bytes
         ),
-        *(RowRequest(kind="nothing", schedule=name) for name in others),
+        *(row for name in others for row in (RowRequest(kind="nothing", schedule=name), *streaming(name))),
         *(RowRequest(kind="attention", schedule=name) for name in others),
     ]
     return tuple(
@@ -138,7 +154,7 @@ def complete(
     layers = shape.layers
     if layers is None:
         stages = max(schedule_named(row.schedule).default_virtual_stages for row in rows)
-        layers = stages * 2
+        layers = stages * (LEAST_STREAMED_LAYERS if any(row.kind in STREAMED for row in rows) else 2)
         if not shape.tiny:
             layers = most_layers(facts, live=live, optimizer_bytes=shape.optimizer_bytes, multiple=stages)
     saved_bytes = need_of(facts, layers=layers, live=live, optimizer_bytes=0).saved_bytes

@@ -8,7 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,14 +20,16 @@ from bench.measure import median
 from bench.ours import STAT_FIELDS
 from bench.workload import ATTENTION_GROUPS, GROUPS
 from offload import OffloadConfig, PipelineOffloadManager, apply, configure
+from offload.apply import Applied
 from offload.policy.actions import Action
+from offload.weights import choose
 from parallel.host import line_up, reserve_host_together
 from parallel.launch import Rank
 from parallel.schedules import schedule_named
 from pipelines.job import PipelineJob
 from pipelines.machine import empty_device, machine_facts, rates_json
 from pipelines.memory import BlockFacts
-from pipelines.requests import Request, RowRequest
+from pipelines.requests import LEAST_STREAMED_LAYERS, Request, RowRequest
 
 _AUTO_WARMUP, _MOST_AUTO_WARMUP = 14, 44
 """Untimed steps of mode auto: two without a plan, then its plans, each searched for beside a few steps, and
@@ -50,6 +54,8 @@ class Bench:
             "links": self._links,
             "nothing": self._nothing,
             "ours": self._ours,
+            "weights": self._weights,
+            "weights+gradients": self._weights,
             "auto": self._auto,
             "attention": self._attention,
             "verify": self._verify,
@@ -68,6 +74,11 @@ class Bench:
     def _ours(self, row: RowRequest) -> dict[str, Any]:
         with self._offloading(row.schedule, GROUPS, device_limit_bytes=self._limit_bytes(row)) as job:
             return self._timed(job)
+
+    def _weights(self, row: RowRequest) -> dict[str, Any]:
+        with self._offloading(row.schedule, ()) as job, self._streaming(job, row.kind) as handles:
+            found = self._timed(job)
+            return {**found, "weights": [handle.weights.as_dict() for handle in handles if handle.weights]}
 
     def _auto(self, row: RowRequest) -> dict[str, Any]:
         with self._offloading(row.schedule, ()) as job:
@@ -166,33 +177,59 @@ class Bench:
     def _verify(self, row: RowRequest) -> dict[str, Any]:
         """Every gradient of several steps with offload, beside those without: a model small enough for both,
         deterministic kernels."""
-        shape = self.request.shape
-        layers = shape.verify_layers * schedule_named(row.schedule).default_virtual_stages
+        shape = replace(self.request.shape, optimizer_bytes=0)
+        virtual = schedule_named(row.schedule).default_virtual_stages
+        layers = virtual * max(shape.verify_layers, LEAST_STREAMED_LAYERS if row.streamed else 0)
         with deterministic():
             job = PipelineJob(shape, row.schedule, layers, self.rank)
             expected, again = self._prints(job), self._prints(job)
             live_bytes = round(job.live_chunks * job.layers_of_chunk * self._movable_bytes(GROUPS))
             del job
             empty_device(self.rank.device)
-            wrong: list[str] = []
-            left = 0
-            with self._offloading(
-                row.schedule, GROUPS, layers=layers, device_limit_bytes=live_bytes // 2
-            ) as job:
-                for step in range(shape.verify_steps):
-                    found = self._prints(job)
-                    wrong += [
-                        f"step {step}: {name}" for name, value in expected.items() if found.get(name) != value
-                    ]
-                    left += job.manager.stats.spilled
+            wrong, left = self._with_activations(row.schedule, layers, live_bytes // 2, expected)
+            came: dict[str, int] = {}
+            for kind in row.streamed:
+                empty_device(self.rank.device)
+                more, came[kind] = self._with_weights(row.schedule, layers, kind, expected)
+                wrong += [f"{kind}, {name}" for name in more]
         return {
             "tensors": len(expected),
             "steps": shape.verify_steps,
             "wrong": wrong[:20],
             "num_wrong": len(wrong),
             "left": left,
+            "came": came,
             "repeatable": expected == again,
         }
+
+    def _with_activations(
+        self, schedule: str, layers: int, limit_bytes: int, expected: dict[str, int]
+    ) -> tuple[list[str], int]:
+        with self._offloading(schedule, GROUPS, layers=layers, device_limit_bytes=limit_bytes) as job:
+            manager = job.manager
+            return self._compared(job, expected, lambda: manager.stats.spilled)
+
+    def _with_weights(
+        self, schedule: str, layers: int, kind: str, expected: dict[str, int]
+    ) -> tuple[list[str], int]:
+        with (
+            self._offloading(schedule, (), layers=layers) as job,
+            self._streaming(job, kind) as handles,
+        ):
+            figures = [handle.weights for handle in handles if handle.weights]
+            return self._compared(job, expected, lambda: sum(each.in_bytes for each in figures))
+
+    def _compared(
+        self, job: PipelineJob, expected: dict[str, int], moved: Callable[[], int]
+    ) -> tuple[list[str], int]:
+        """Gradients of the steps that differ, and what moved in all. moved: in the last step."""
+        wrong: list[str] = []
+        total = 0
+        for step in range(self.request.shape.verify_steps):
+            found = self._prints(job)
+            wrong += [f"step {step}: {name}" for name, value in expected.items() if found.get(name) != value]
+            total += moved()
+        return wrong, total
 
     def _prints(self, job: PipelineJob) -> dict[str, int]:
         job.clear_gradients()
@@ -232,6 +269,20 @@ class Bench:
         for module in job.modules.values():
             module.stack.mark(None, ())
         PipelineOffloadManager.close_instance()
+
+    @contextmanager
+    def _streaming(self, job: PipelineJob, kind: str) -> Iterator[list[Applied]]:
+        """Half of the weights of each stage's blocks are on the device at most. One handle a stage."""
+        with patch.object(choose, "LEAST_NUMEL", self.min_elements):  # what is tiny streams, too
+            handles = []
+            for module in job.modules.values():
+                parameters = [*module.stack.blocks.parameters()]
+                nbytes = sum(each.nbytes for each in parameters if each.numel() >= self.min_elements)
+                stay = "device" if kind == "weights" else None
+                handles.append(apply(module.stack, weights=f"{nbytes // 2}B", gradients=stay))
+        yield handles
+        for handle in handles:
+            handle.remove()
 
     def _manager(self, config: OffloadConfig) -> PipelineOffloadManager:
         device = "sim" if self.simulated else str(self.rank.device)

@@ -116,11 +116,11 @@ def test_first_rank_keeps_as_many_microbatches_as_there_are_ranks_and_the_limits
     assert limits == [round(live_bytes / 2), round(live_bytes / 2), round(live_bytes / 4)]
 
 
-def test_row_that_fills_a_device_is_a_row_of_the_table_and_the_next_one_runs_in_a_new_launch(
+def test_row_that_fills_a_device_is_a_row_of_the_table_and_the_next_ones_run_in_a_new_launch(
     tmp_path: Path,
 ) -> None:
     """Rank 0 finds its device full in the row without offload, while rank 1 waits for its first message;
-    torchrun ends it."""
+    torchrun ends it. Behind it half of the weights are away."""
     full = tmp_path / "full.py"
     full.write_text(
         "import sys\n"
@@ -141,13 +141,21 @@ def test_row_that_fills_a_device_is_a_row_of_the_table_and_the_next_one_runs_in_
         launches.append(" ".join(command[1:3]))
         return (under_torchrun if len(launches) == 2 else run_forked)(command, **options)
 
-    arguments = ["--isolate", "--schedules", "1f1b", "--rows", "nothing,ours", "--saved-limit-gb", "0.0002"]
+    arguments = ["--schedules", "1f1b", "--rows", "nothing,weights", "--verify"]
     written, said = run(tmp_path, *arguments, script=full, launch=launch)
     assert launches == ["-m torch.distributed.run"] * 3
-    assert [result["status"] for result in written["results"]] == ["ok", "out of memory", "ok"]
+    assert [result["status"] for result in written["results"]] == ["ok", "out of memory", "ok", "ok"]
     assert written["results"][1]["reason"].startswith(
         "rank 0: OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB"
     )
-    assert [len(result["ranks"]) for result in written["results"][::2]] == [2, 2]
-    assert "1f1b ours 0.0002 GB: step" in said
     assert "1f1b nothing: out of memory: rank 0: OutOfMemoryError" in said
+    for rank in named(written, "1f1b weights")["ranks"]:
+        (weights,) = rank["weights"]
+        assert weights["limit_bytes"] == weights["streamed_bytes"] // 2
+        # of 4 microbatches, in the forward and in the backward
+        assert 0 < weights["in_bytes"] < 2 * 4 * weights["streamed_bytes"]
+        assert (weights["out_bytes"], weights["gradients"]) == (0, None)
+        assert weights["steps"] == 1 + rank["warmup"] + 1
+    for rank in named(written, "1f1b verify")["ranks"]:
+        assert rank["num_wrong"] == 0 < rank["came"]["weights"]
+    assert all(rank["sums"]["beside_copies"] > 0 for rank in named(written, "links")["ranks"])

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+import bench.run
 import bench_pipeline
 from offload.policy.actions import one_f_one_b
 from pipelines import child, report
@@ -38,19 +42,23 @@ BLOCK = BlockFacts(**FACTS)
 
 
 def test_rows_come_in_the_order_of_their_value() -> None:
-    rows = rows_of(["1f1b", "zbv"], ["nothing", "ours", "attention"], [30 * GB, 15 * GB], verify=True)
+    kinds = ["nothing", "ours", "weights", "attention"]
+    rows = rows_of(["1f1b", "zbv"], kinds, [30 * GB, 15 * GB], verify=True)
     assert [row.label for row in rows] == [
         "links",
         "1f1b nothing",
         "1f1b ours 30 GB",
+        "1f1b weights",
         "1f1b attention",
         "1f1b verify",
         "zbv verify",
         "zbv ours 30 GB",
         "1f1b ours 15 GB",
         "zbv nothing",
+        "zbv weights",
         "zbv attention",
     ]
+    assert {row.streamed for row in rows if row.kind == "verify"} == {("weights",)}
 
 
 def test_a_total_is_a_row_of_mode_auto_for_each_schedule() -> None:
@@ -75,10 +83,15 @@ def test_request_has_what_the_command_line_says() -> None:
     [
         (["--schedules", "chimera"], "no schedule is called 'chimera'"),
         (["--schedules", ","], "--schedules is empty"),
-        (["--rows", "ours,theirs"], "--rows theirs: known are nothing, ours, auto, attention"),
+        (
+            ["--rows", "ours,theirs"],
+            "--rows theirs: known are nothing, ours, weights, weights.gradients, auto, ",
+        ),
         (["--rows", "auto"], "a row of mode auto needs both: --rows auto and --device-total-gb 120, say"),
         (["--layers", "7"], "--layers 7 cannot be cut into the 2 virtual stages of interleaved1f1b"),
         (["--microbatches", "3"], "dualpipev needs a microbatch for every stage: 3 for 4 stages"),
+        (["--rows", "weights", "--layers", "6"], "under interleaved1f1b --layers 8 at least, not 6"),
+        (["--one-launch", "--isolate"], "--one-launch and --isolate exclude each other"),
         (["--samples", "0"], "--samples is 0; it must be at least 1"),
         (["--budget-s", "soon"], "invalid float value: 'soon'"),
     ],
@@ -232,12 +245,17 @@ def test_a_step_is_as_long_as_its_slowest_rank_and_ratios_are_to_rows_of_this_ru
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({}, "bitwise equal on every rank: 9+9 tensors in 5 steps, 3+3 saved tensors left"),
+        (
+            {},
+            "bitwise equal on every rank: 9+9 tensors in 5 steps, 3+3 saved tensors left, "
+            "14.0 MB came in those of weights",
+        ),
         (
             {"num_wrong": 1, "wrong": ["step 2: stage 1 stack.blocks.0.q.weight"]},
             "DIFFERENT in 1 tensors, first step 2: stage 1",
         ),
         ({"left": 0}, "PROVES NOTHING: no tensor left rank 1"),
+        ({"came": {"weights": 0}}, "PROVES NOTHING: no weight came to rank 1 with weights"),
         ({"repeatable": False}, "NOT COMPARABLE: without offload two steps differ on rank 1"),
     ],
 )
@@ -245,9 +263,48 @@ def test_verdict_is_good_only_if_something_left_and_nothing_differs(
     change: dict[str, Any], said: str
 ) -> None:
     good = {"tensors": 9, "steps": 5, "wrong": [], "num_wrong": 0, "left": 3, "repeatable": True}
+    good["came"] = {"weights": 7 * 10**6}
     result = row_of("verify", [good, good | change])
     assert said in report.verify_lines([result])[0]
     assert report.equal_gradients(result) == (not change)
+
+
+def test_what_streams_and_what_a_plan_said_stand_beside_what_was_measured() -> None:
+    weights = {name: 1 for name in ("blocks", "kept_blocks", "hits", "misses")}
+    weights |= {name: GB for name in ("limit_bytes", "streamed_bytes", "in_bytes", "out_bytes")}
+    gradients = {"in_bytes": 3 * GB, "out_bytes": 4 * GB, "stall_ms": 0.5}
+    stages = [
+        weights | {"stall_ms": 1.5, "gradients": None},
+        weights | {"stall_ms": 2, "gradients": gradients},
+    ]
+    streamed = row_of("weights+gradients", [rank_of([100], GB, weights=stages)])
+    explained = {"predicted_ms": 290.04, "explained": "settled", "warmup": 14}
+    auto = row_of("auto", [rank_of([310, 312, 311], GB, **explained)])
+    lines = report.steps_lines([streamed, auto], tokens=1000)
+    assert (
+        "1f1b weights+gradients, rank 0: at most 2.00 of 2.00 GB of weights on the device, 2 of 2 blocks "
+        "stay; a step: 2.00 GB in, 2.00 out, 2 of 4 uses not foretold, compute waited 3.5 ms; of gradients "
+        "3.00 GB in, 4.00 out, waited 0.5 ms"
+    ) in lines
+    assert (
+        "1f1b auto, rank 0, after 14 steps: the plan's step 290.0 ms, measured 311.0, its actions 300.0"
+        in lines
+    )
+
+
+def test_an_all_reduce_is_printed_alone_and_beside_copies() -> None:
+    sums = {
+        "nbytes": 268 * 10**6,
+        "alone": 300e9,
+        "beside_copies": 290e9,
+        "copies_d2h": 44e9,
+        "copies_h2d": 45e9,
+    }
+    lines = report.link_lines({"ranks": [{"rates": [], "sums": sums}, {"sums": sums | {"alone": 301e9}}]})
+    assert lines[-1] == (
+        "  an all-reduce of 268 MB over all ranks, bus GB/s on each: alone 300.0 301.0; beside copies both "
+        "ways on every rank 290.0 290.0; the copies beside it: out 44.0 44.0, back 45.0 45.0"
+    )
 
 
 # -- failures ------------------------------------------------------------------------------------------------
@@ -263,3 +320,36 @@ def test_a_launch_that_failed_has_the_reason_of_the_rank_whose_device_was_full(t
     found = child.with_failures(died, tmp_path)
     assert (found["status"], found["reason"]) == (full["status"], full["reason"])
     assert child.with_failures({"status": "ok"}, tmp_path) == {"status": "ok"}
+
+
+@pytest.mark.parametrize("how", ["--one-launch", "--isolate"])
+def test_rows_behind_one_that_fills_a_device_are_launched_again(tmp_path: Path, how: str) -> None:
+    launches: list[tuple[list[str], float]] = []
+
+    def launch(command: list[str], *, timeout: float, **_: Any) -> subprocess.CompletedProcess[str]:
+        folder = Path(command[-1])
+        rows = pickle.loads((folder / "request.pickle").read_bytes()).rows
+        launches.append(([row.label for row in rows], timeout))
+        for number, row in enumerate(rows):
+            if row.kind == "attention":
+                full = {"status": "out of memory", "reason": "rank 1: full", "at": 1.0}
+                (folder / "failure-1.json").write_text(json.dumps(full))
+                return subprocess.CompletedProcess(command, 1, "", "=====")
+            links = {"block": FACTS, "rates": [], "hardware": bench.run.hardware()}
+            ranks = [links if row.kind == "links" else rank_of([100.0], GB)]
+            found = row_of(row.kind, ranks, row=asdict(row), label=row.label)
+            (folder / f"row-{number:03d}.json").write_text(json.dumps(found))
+        (folder / "result.json").write_text(json.dumps({"status": "ok"}))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    out = tmp_path / "out.json"
+    options = ["--tiny", how, "--schedules", "1f1b,zbv", "--rows", "nothing,attention"]
+    with patch.object(bench.run, "run_shown", launch):
+        assert bench_pipeline.main([*options, "--row-timeout-s", "100", "--out", str(out)]) == 0
+    all_rows = ["1f1b nothing", "1f1b attention", "zbv nothing", "zbv attention"]
+    together = [(all_rows, 400), (all_rows[2:], 200)]
+    apart = [([row], 100) for row in all_rows]
+    assert launches == [(["links"], 100), *(together if how == "--one-launch" else apart)]
+    found = [(each["label"], each["status"]) for each in json.loads(out.read_text())["results"]]
+    status = ["ok", "ok", "out of memory", "ok", "out of memory"]
+    assert found == list(zip(["links", *all_rows], status, strict=True))
