@@ -114,7 +114,7 @@ def test_one_line_moves_four_kinds_and_all_of_it_comes_back(where: str) -> None:
     handle = offload.apply(model, "hidden_states", weights="host", optimizer=ours, conductor=True)
     assert handle.conductor is not None
     memory = torch.cuda.get_device_properties(0).total_memory
-    assert handle.conductor.budget.hard_bytes == memory
+    assert handle.conductor.config.hard_bytes == memory
     train(3)
     kinds = handle.report().as_dict()["kinds"]
     assert all(kinds[kind]["host_bytes"] > 0 for kind in ("weights", "gradients", "optimizer"))

@@ -4,6 +4,7 @@ rest of its memory; and the report adds up."""
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,5 +120,8 @@ def test_copies_lie_where_a_profiler_of_the_same_step_has_them(
     ours = [each for each in events if each.get("cat") == "spill"]
     copies = [each for each in theirs if each["args"].get("bytes", INPUT) >= INPUT]
     assert len(ours) == len(copies) > 0
-    for mine, its in zip(ours, sorted(copies, key=lambda each: each["ts"]), strict=True):
-        assert abs(mine["ts"] - its["ts"]) < 1_000, "microseconds"
+    copies.sort(key=lambda each: each["ts"])
+    apart = [mine["ts"] - its["ts"] for mine, its in zip(ours, copies, strict=True)]
+    assert max(apart) - min(apart) < 1_000, "microseconds"
+    # each puts the device's clock beside the host's by itself, on a host that other tests keep busy
+    assert abs(statistics.median(apart)) < 10_000, "microseconds"

@@ -103,7 +103,7 @@ def test_the_allocators_count_stays_below_the_high_mark_and_figures_add_up(tmp_p
     assert 0 < last["h2d_bytes"] < 2 * BLOCKS * BLOCK_BYTES
     assert last["prefetch_hits"] + last["prefetch_misses"] == 2 * BLOCKS
     assert last["prefetch_hits"] >= 2 * BLOCKS - 2
-    assert last["copy_time_ms"] > 0
+    assert all(line["copy_time_ms"] > 0 for line in lines)
     assert last["compute_time_ms"] > 0
     assert last["vram_reserved_mb"] >= last["vram_used_mb"] > 0
     assert (last["nan_count"], last["inf_count"], last["dtype_promotions"]) == (0, 0, 0)

@@ -277,15 +277,19 @@ class StagehandRuntime:
             metrics.host_pool_free = pinned.free_bytes // slab
             metrics.host_pool_in_use = -(-pinned.lent_bytes // slab)
             counts, begun, device = self.guard.take(), self._begun, engine.device
+            copies = self._copies[:]
+            self._copies.clear()
             end = device.record(device.compute, timed=True)
             scheduler.in_step, scheduler.step = False, scheduler.step + 1
             scheduler.evict()
 
         def complete() -> StepMetrics:
-            """The device has got to the step's end. A copy under way is the next step's."""
-            for copy in [copy for copy in self._copies if device.poll(copy[1])]:
-                metrics.copy_time_ms += device.elapsed_ms(*copy)
-                self._copies.remove(copy)
+            """The device has got to the step's end. A copy under way is a later step's."""
+            for copy in copies:
+                if device.poll(copy[1]):
+                    metrics.copy_time_ms += device.elapsed_ms(*copy)
+                else:
+                    self._copies.append(copy)
             metrics.stall_time_ms = total_ms(device, stalls)
             metrics.compute_time_ms = max(0.0, device.elapsed_ms(begun, end) - metrics.stall_time_ms)
             metrics.nan_count, metrics.inf_count = self.guard.total(counts)
