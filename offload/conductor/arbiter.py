@@ -3,9 +3,9 @@ for there, and it follows the phases that the clients see.
 
     slots        a client that copies in a direction has one slot there, whatever the number of its pieces,
                  until the last of them has passed. So alone no client is denied for a slot
-    two clients  where others copy to the device too, or did in the last step, a prefetch waits until its
-                 client has less than `slot_mb` queued: copies of a direction are first in, first out, so that
-                 is what a required one behind them waits for
+    two clients  where others copy to the device too, or did in this step or the last, a prefetch waits until
+                 its client has less than `slot_mb` queued: copies of a direction are first in, first out, so
+                 that is what a required one behind them waits for
     far ahead    while compute is not yet where the last request was made, nothing is denied but what takes
                  memory: no copy that is asked for now begins before compute gets here, and what is on the
                  link by then nobody knows. There `slot_mb` bounds kind_ahead_bytes of transfer/limits.py
@@ -83,6 +83,7 @@ class _EngineClient(Client):
 
     def end_step(self) -> ClientStats:
         self._conductor._let_saves_leave(True)
+        self._conductor._came.clear()
         return ClientStats()
 
     def engine_replaced(self, engine: OffloadEngine) -> None:
@@ -126,6 +127,7 @@ class Conductor(ConductorRuntime):
         self.engine, self._inner, self._several = engine, engine.copier.admission, False
         # what each client has in flight in each direction, with its event once it is issued
         self._pieces: defaultdict[tuple[str, Direction], dict[_Piece, Event | None]] = defaultdict(dict)
+        self._came: set[tuple[str, Direction]] = set()  # in this step
         self.transfers.beside = self._num_clients
         self._reached: Event | None = None  # where compute was to be at the last request
         self._limits = engine.limits.contributor(_EngineClient.name, self)
@@ -248,6 +250,7 @@ class Conductor(ConductorRuntime):
             piece.inner.done(None)
             return Denied(reason)
         self._pieces[piece.key][piece] = None
+        self._came.add(piece.key)
         return piece if answer is None else answer
 
     def _refusal(self, piece: _Piece, is_near: bool) -> DenialReason | None:
@@ -268,7 +271,8 @@ class Conductor(ConductorRuntime):
             spills = direction is Direction.D2H and client in _SAVE_TENSORS
             return None if full is not None and spills and self._is_short() else full
         queued = piece.nbytes + sum(each.nbytes for each in mine)
-        others = self._several or self.transfers.in_flight(direction) > 1
+        came = sum(way is direction for _, way in self._came | {piece.key})
+        others = self._several or came > 1 or self.transfers.in_flight(direction) > 1
         crowded = is_ahead and others and queued > self.config.slot_bytes
         return DenialReason.H2D_SLOTS_EXHAUSTED if crowded else None
 

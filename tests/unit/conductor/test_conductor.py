@@ -159,12 +159,14 @@ def test_while_the_host_is_ahead_of_compute_nothing_is_denied(
     assert link.ask("watermark", SPECULATIVE) == Denied(DenialReason.H2D_SLOTS_EXHAUSTED)
 
 
-def test_where_others_came_in_before_one_that_is_alone_queues_no_more_than_a_slots_bytes() -> None:
+@pytest.mark.parametrize("steps", [0, 1])
+def test_where_others_came_in_before_one_that_is_alone_queues_no_more_than_a_slots_bytes(steps: int) -> None:
     link = Link(slot_mb=1024 / MIB)
     for client in ("weights", "groups"):
         link.copy(client)
     link.arrive()
-    link.engine.end_step()
+    for _ in range(steps):
+        link.engine.end_step()
     assert [link.copy("groups", SPECULATIVE, nbytes=512) for _ in range(3)] == [True, True, False]
 
 
