@@ -1,11 +1,13 @@
-"""Which blocks are used next: what followed the last two uses, the time before.
+"""Which blocks are used next: as in the step before, while this one goes as that did; else what followed the
+last two uses, the time before.
 
 One invariant: a prediction changes time, never results. A use that was not foretold is loaded when it comes,
 and is foretold the next time.
 
 Two uses are looked at, not one, because a block is used in the forward and in the backward, and the pass is
 part of a use. So the order of the backward, of its recomputes, of an evaluation in between and of
-microbatches is learned as it is seen, and none has to be the mirror of another.
+microbatches is learned as it is seen, and none has to be the mirror of another. They do not tell whether a
+pipeline's next microbatch goes forward or backward, which its place in the step does.
 """
 
 from __future__ import annotations
@@ -15,6 +17,10 @@ from enum import Enum
 from typing import NamedTuple
 
 __all__ = ["Order", "Pass", "Use"]
+
+
+_LONGEST = 1 << 14
+"""Uses: a step of more, such as a generation that no step ends, is not known by its places."""
 
 
 class Pass(Enum):
@@ -36,6 +42,9 @@ class Order:
         self._after: dict[tuple[Use | None, Use], Use] = {}
         self._before: Use | None = None
         self.now: Use | None = None
+        self._last: list[Use] = []  # the step before
+        self._step: list[Use] = []  # this one
+        self._as_last = False
 
     def note(self, use: Use) -> bool:
         """A block is used. False where that goes on from the use before."""
@@ -44,7 +53,17 @@ class Order:
         if self.now is not None:
             self._after[self._before, self.now] = use
         self._before, self.now = self.now, use
+        place = len(self._step)
+        self._as_last = self._as_last and place < len(self._last) and self._last[place] == use
+        if place < _LONGEST:
+            self._step.append(use)
         return True
+
+    def step_ends(self) -> None:
+        """What is used from here on is of the next step."""
+        if self._step:
+            self._last, self._step = self._step, []
+            self._as_last = len(self._last) < _LONGEST
 
     def expect(self, uses: Iterable[Use]) -> None:
         """The guess before anything is seen; what is seen is believed."""
@@ -54,6 +73,11 @@ class Order:
 
     def coming(self) -> Iterator[int]:
         """Blocks in the order of their coming uses, as far as it is known; one may come twice."""
+        if self._as_last:
+            last, place = self._last, len(self._step)
+            for ahead in range(min(len(self._after), len(last))):
+                yield last[(place + ahead) % len(last)].block
+            return
         before, now = self._before, self.now
         for _ in range(len(self._after)):
             if now is None or (use := self._after.get((before, now))) is None:

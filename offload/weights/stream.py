@@ -465,6 +465,7 @@ class WeightStream(Client):
             figures.counts_ms = experts.waited_s * 1e3
         self._hits = self._misses = 0
         window.hits, window.misses, experts.waited_s = 0, 0, 0.0
+        self.order.step_ends()
         self._learn(self.blocks)
         if (step := self._measured.step_ended()) is not None:
             self._plan_with(step)

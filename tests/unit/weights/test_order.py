@@ -47,6 +47,22 @@ def test_an_evaluation_in_between_has_an_order_of_its_own() -> None:
     assert [*islice(order.coming(), 5)] == [1, 2, 2, 1, 0]
 
 
+def test_a_step_is_foretold_by_the_last_one_where_two_uses_do_not_tell() -> None:
+    """The first rank of a pipeline: after a forward comes a forward or a backward."""
+    order = Order()
+    passes = {"F": (Pass.FORWARD, range(3)), "B": (Pass.BACKWARD, range(2, -1, -1))}
+    step = [Use(index, passes[kind][0]) for kind in "FFBFBFBB" for index in passes[kind][1]]
+    for number in range(3):
+        for use in step:
+            assert number == 0 or next(order.coming()) == use.block
+            order.note(use)
+        order.step_ends()
+    order.note(Use(2, Pass.FORWARD))  # another step
+    order.note(Use(1, Pass.FORWARD))
+    order.note(Use(2, Pass.FORWARD))
+    assert [*islice(order.coming(), 2)] == [2, 1]
+
+
 def test_another_order_is_learned_at_its_second_time() -> None:
     order = Order()
     run(order, 4)
