@@ -253,7 +253,7 @@ EDGES = {
     "weights out": Edge(trained, "RAW", ("d2h", "compute")),
     "weights home": Edge(fetched_by_another_lane, "RAW", ("h2d", "d2h")),
     "weights gone": Edge(trained, "allocator reuse", ("compute", "d2h")),
-    "weights stepped": Edge(stepped, "RAW", ("h2d", "d2h")),
+    "weights stepped": Edge(stepped_and_read, "RAW", ("h2d", "d2h")),
     "weights again": Edge(stepped_and_read, "WAR", ("h2d", "side")),
 }
 TITLES = tuple(EDGES)
