@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import islice
 
+import pytest
+
 from offload.weights.order import Order, Pass, Use
 
 
@@ -12,6 +14,16 @@ def run(order: Order, blocks: int) -> None:
         order.note(Use(index, Pass.FORWARD))
     for index in reversed(range(blocks)):
         order.note(Use(index, Pass.BACKWARD))
+
+
+def uses(passes: str) -> list[Use]:
+    """Of three blocks: F and I forwards, B backwards."""
+    orders = {
+        "F": (Pass.FORWARD, range(3)),
+        "I": (Pass.INFERENCE, range(3)),
+        "B": (Pass.BACKWARD, range(2, -1, -1)),
+    }
+    return [Use(index, orders[each][0]) for each in passes for index in orders[each][1]]
 
 
 def test_nothing_is_foretold_before_it_was_seen() -> None:
@@ -49,9 +61,8 @@ def test_an_evaluation_in_between_has_an_order_of_its_own() -> None:
 
 def test_a_step_is_foretold_by_the_last_one_where_two_uses_do_not_tell() -> None:
     """The first rank of a pipeline: after a forward comes a forward or a backward."""
-    order = Order()
-    passes = {"F": (Pass.FORWARD, range(3)), "B": (Pass.BACKWARD, range(2, -1, -1))}
-    step = [Use(index, passes[kind][0]) for kind in "FFBFBFBB" for index in passes[kind][1]]
+    order, step = Order(), uses("FFBFBFBB")
+    order.expect(uses("FBF"))
     for number in range(3):
         for use in step:
             assert number == 0 or next(order.coming()) == use.block
@@ -61,6 +72,18 @@ def test_a_step_is_foretold_by_the_last_one_where_two_uses_do_not_tell() -> None
     order.note(Use(1, Pass.FORWARD))
     order.note(Use(2, Pass.FORWARD))
     assert [*islice(order.coming(), 2)] == [2, 1]
+
+
+@pytest.mark.parametrize("kinds", [["FFBB", "FB"], ["FFBB", "FB", "IFBI"]])
+def test_kinds_of_steps_in_turn_are_foretold(kinds: list[str]) -> None:
+    """Such as those of a GAN, whose discriminator sees two batches, then the generator's."""
+    order = Order()
+    for number, kind in enumerate(kinds * 3):
+        for use in uses(kind):
+            assert number < len(kinds) + 2 or next(order.coming()) == use.block
+            order.note(use)
+        order.step_ends()
+        order.step_ends()
 
 
 def test_another_order_is_learned_at_its_second_time() -> None:
