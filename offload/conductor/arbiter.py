@@ -28,13 +28,11 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-import torch
-
 from offload.client import Client, Phase
 from offload.conductor.config import ConductorConfig
 from offload.conductor.rules import is_pressed
 from offload.conductor.runtime import ConductorRuntime
-from offload.device import Event
+from offload.device import Event, device_bytes
 from offload.engine import OffloadEngine
 from offload.engines import default_engine
 from offload.ids import Owner
@@ -42,14 +40,9 @@ from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.admission import DenialReason, Denied, Direction, Lease, Priority
 
-__all__ = ["Conductor", "device_bytes"]
+__all__ = ["Conductor"]
 
 logger = speaker(__name__)
-
-
-def device_bytes(device: torch.device) -> int | None:
-    """Memory of a GPU; None of the simulated device."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 _SAVE_TENSORS = ("groups", "watermark")  # clients

@@ -14,9 +14,15 @@ __all__ = [
     "Graph",
     "HostMemory",
     "Lane",
+    "device_bytes",
     "device_name",
     "select_device",
 ]
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """Memory of a GPU; None of the simulated device."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def device_name(name: str | None = None) -> str:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from offload.conductor.arbiter import Conductor, device_bytes
+from offload.conductor.arbiter import Conductor
 from offload.conductor.config import ConductorConfig
 from offload.conductor.telemetry import TelemetryHub
+from offload.device import device_bytes
 from offload.engine import OffloadEngine
 
 __all__ = ["Conducted", "conduct", "conductor_config"]

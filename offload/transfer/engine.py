@@ -61,7 +61,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from offload.device import CopyPair
+from offload.device import CopyPair, Event
 from offload.errors import OffloadError
 from offload.ids import owner_of
 from offload.memory.arena import Block, HostArena, HostLender
@@ -289,9 +289,9 @@ class TransferEngine(Buffers):
             capture.forked[h2d] = None
             self._captured.extend(due)
         pairs: list[CopyPair] = []
-        waited: set[int] = set()
+        waited: dict[int, Event] = {}
         try:
-            device.wait(h2d, device.record(compute), "allocate")
+            device.wait(h2d, room := device.record(compute), "allocate")
             for block, buffer in zip(due, buffers, strict=True):
                 host, last_use = block.host, block.event
                 assert host is not None
@@ -299,7 +299,7 @@ class TransferEngine(Buffers):
                 assert block.transfer is not None
                 # else it is on the other side of a boundary
                 if block.transfer.capture is capture and id(last_use) not in waited:
-                    waited.add(id(last_use))
+                    waited[id(last_use)] = last_use
                     device.wait(h2d, last_use, "restore")
                 if capture is not None and block.capture is not None:
                     capture.reads(block.capture)
@@ -313,7 +313,8 @@ class TransferEngine(Buffers):
                 if len(host.extents) > 1:
                     parts = buffer.split([part.numel() for part in host.extents])
                 pairs.extend(zip(parts, host.extents, strict=True))
-            event = self.copier.copy(lease, Direction.H2D, owner, pairs, nbytes)
+            behind = (room, *waited.values())
+            event = self.copier.copy(lease, Direction.H2D, owner, pairs, nbytes, behind=behind)
         except BaseException:  # none is restored; some copies may have been issued
             for block in due:
                 if block.event is not None:

@@ -209,7 +209,8 @@ class Residency:
                 return False
             raise
         home = device.compute
-        device.wait(device.h2d, device.record(home), "weights room")
+        room = device.record(home)
+        device.wait(device.h2d, room, "weights room")
         for block in blocks:
             block.present, block.home = True, home
             block.staged = [each for each in staged if each[0].block is block]
@@ -217,7 +218,8 @@ class Residency:
         for weight in filled:
             weight.stale = True
         try:
-            self._copy_in(blocks, filled, lease, [(flat, weight.master) for weight, flat in staged])
+            also = [(flat, weight.master) for weight, flat in staged]
+            self._copy_in(blocks, filled, lease, also, (room,))
         except BaseException:
             for block in blocks:
                 self.drop(block)
@@ -233,14 +235,16 @@ class Residency:
         stale: Iterable[Weight],
         lease: Lease,
         also: Sequence[CopyPair] = (),
+        behind: Sequence[Event] = (),
     ) -> None:
-        """Those of the stale weights whose step is issued. Order: [Order: weights home], [Order: weights
-        stepped]."""
+        """Those of the stale weights whose step is issued. behind: what h2d waits for already. Order: [Order:
+        weights home], [Order: weights stepped]."""
         device, coming = self.device, [weight for weight in stale if not weight.is_under_way]
-        for left in dict.fromkeys(block.left for block in blocks):
-            if left is not None:
-                device.wait(device.h2d, left, "weights home")
-        for event in (event for weight in coming for event in weight.ends_of_step()):
+        left = [event for event in dict.fromkeys(block.left for block in blocks) if event is not None]
+        for event in left:
+            device.wait(device.h2d, event, "weights home")
+        stepped = [event for weight in coming for event in weight.ends_of_step()]
+        for event in stepped:
             device.wait(device.h2d, event, "weights stepped")
         pairs = [*((weight.on_device, weight.master) for weight in coming), *also]
         nbytes = sum(to.numel() for to, _ in pairs)
@@ -248,7 +252,8 @@ class Residency:
             block.readers.clear()
         owner = Owner(self._client, blocks[0].name)
         try:
-            arrived = self._engine.copier.copy(lease, Direction.H2D, owner, pairs, nbytes)
+            behind = (*behind, *left, *stepped)
+            arrived = self._engine.copier.copy(lease, Direction.H2D, owner, pairs, nbytes, behind=behind)
         except BaseException:
             lease.done(None)
             arrived = device.record(device.h2d)
@@ -266,12 +271,13 @@ class Residency:
         if stale := [weight for weight in weights if weight.stale]:
             device, nbytes = self.device, sum(weight.nbytes for weight in stale)
             behind = [device.record(lane) for lane in block.readers.values()]
-            for event in (*behind, *([] if block.arrived is None else [block.arrived])):
+            behind += [] if block.arrived is None else [block.arrived]
+            for event in behind:
                 device.wait(device.h2d, event, "weights again")
             owner = Owner(self._client, block.name)
             lease = self._engine.copier.ask(nbytes, Direction.H2D, owner, Priority.REQUIRED)
             assert lease is not None  # REQUIRED
-            self._copy_in((block,), stale, lease)
+            self._copy_in((block,), stale, lease, behind=behind)
 
     def stays(self, block: BlockWeights, order: Iterable[int]) -> bool:
         """Whether the block is on the device, for this lane alone, and is used again before others need its

@@ -11,7 +11,7 @@ import torch
 from offload.config import OffloadConfig
 from offload.device.sim import SimDevice
 from offload.ids import Owner
-from offload.transfer.admission import CapsAdmission, Direction
+from offload.transfer.admission import UNCOUNTED, CapsAdmission, Direction
 from offload.transfer.copier import Copier
 from offload.transfer.limits import Limits
 from tests.unit.transfer.test_admission import Arbiter
@@ -52,6 +52,22 @@ def test_bytes_are_counted_by_client_and_direction_until_they_are_taken() -> Non
         "weights": (0, 64),
     }
     assert copier.take_counts() == {}
+
+
+@pytest.mark.parametrize(("at_s", "waits"), [(0.5, 0), (1.5, 1), (3.5, 0)])
+def test_a_lane_of_its_own_lets_pass_what_nothing_holds_up(at_s: float, waits: int) -> None:
+    """A copy on h2d is held up for a second, and takes two."""
+    device = SimDevice(executor="clock", d2h_gb_s=64e-9, h2d_gb_s=32e-9)
+    copier = Copier(device, CapsAdmission(LIMITS))
+    (host, there), inward, other = a_copy(device), device.new_copy_lane("state in"), device.empty(64)
+    device.wait(inward, device.record(device.compute), "state in")
+    sent = copier.of(BUCKET).send([(host, there)])
+    device.wait(device.h2d, sent, "restore")
+    copier.copy(UNCOUNTED, Direction.H2D, BUCKET, [(there, host)], 64, behind=[sent])
+    device.compute_for(at_s)
+    device.wait(inward, sent, "state in")
+    copier.of(BUCKET).fetch([(other, host)], inward)
+    assert device.waits["let pass"] == waits
 
 
 @pytest.mark.parametrize("direction", Direction)
