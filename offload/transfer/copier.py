@@ -94,15 +94,16 @@ class Copier:
         else:
             device.copy(lane, pairs)
         event = device.record(lane)
-        if behind and not device.is_capturing():
-            self._on_h2d.append((behind, event))
         if start is not None:
             end = device.record(lane, timed=True)
             for watcher in watchers:
                 watcher(direction, owner, nbytes, start, end)
         if lease is not UNCOUNTED:
             lease.done(event)
+        is_coming = bool(behind) and not device.is_capturing()
         with self._lock:
+            if is_coming:
+                self._on_h2d.append((behind, event))
             counts = self._counts[owner.client]
             if out:
                 counts.out_bytes += nbytes
