@@ -14,9 +14,6 @@ from offload.transfer.block import Transfer
 
 __all__ = ["LeavingGroups"]
 
-# S4-3: with the input of the block that runs, all that is on the device of those that leave
-_INPUTS_LEAVING = 2
-
 
 class LeavingGroups:
     """Groups of one engine that are on their way out. Callers hold its lock.
@@ -39,11 +36,13 @@ class LeavingGroups:
 
     def sent(self, group: Group) -> None:
         """The group has been sent."""
-        saved, cap = group.saved, self._engine.limits.groups_in_flight
+        saved, limits = group.saved, self._engine.limits
         if saved is None:
             return
+        cap = limits.groups_in_flight
         if group.name in self.input_names:
-            cap = self._input_sent(saved.nbytes, cap)
+            cap = limits.inputs_in_flight
+            self._input_sent(saved.nbytes)
         elif saved.nbytes and self._inputs_bytes is not None:
             self._inputs_bytes = None
             self._ahead.end()
@@ -53,13 +52,11 @@ class LeavingGroups:
             while len(pending) > cap:
                 self._settle(pending.popleft())
 
-    def _input_sent(self, nbytes: int, cap: int | None) -> int | None:
-        """Set how far the prefetch looks; returns how many inputs may be on their way out."""
+    def _input_sent(self, nbytes: int) -> None:
+        """Set how far the prefetch looks."""
         if self._inputs_bytes is not None and max(nbytes, 1) > self._inputs_bytes:
             self._inputs_bytes = max(nbytes, 1)
             self._ahead.bound("inputs_ahead_bytes", self._inputs_bytes)
-        named = cap is not None or "max_spilling_bytes" in self._engine.limits.named
-        return cap if named else _INPUTS_LEAVING
 
     def settle_freed_inputs(self) -> None:
         """Let the sources of copies under way go that the backward is done with, of inputs: no later copy

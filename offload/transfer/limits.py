@@ -22,6 +22,8 @@ says whose bound holds. tests/unit/test_one_owner_of_limits.py finds any other w
                          where several kinds do; one block of weights at least
     weights_ahead_bytes  streamed weights that were fetched ahead, and not used yet
     groups_in_flight     groups of one name on their way to the host at once; beyond it compute waits
+    inputs_in_flight     the same of inputs of recomputed calls: two, unless groups_in_flight or
+                         max_spilling_bytes is named
     spills_in_flight     of a watermark that sends one tensor after the other: how many at once
     weights_in_flight_bytes  streamed weights that are on their way to the device, when more is fetched ahead
     gradients_behind_bytes  gradients on the device that wait for their step in the backward; beyond it
@@ -56,8 +58,11 @@ __all__ = ["CONFIG", "DEFAULT", "DEFAULT_IN_FLIGHT_BYTES", "PLAN", "Cap", "Contr
 DEFAULT_IN_FLIGHT_BYTES = 1 << 30
 """20 ms of a 55 GB/s link, so one burst of a transformer layer leaves without compute waiting."""
 
+_INPUTS_IN_FLIGHT = 2
+"""S4-3: with the input of the block that runs, all that is on the device of those that leave."""
+
 Cap = Literal[
-    "device_limit_bytes",  # first: others are derived from it
+    "device_limit_bytes",  # others are derived from it, and from groups_in_flight
     "max_spilling_bytes",
     "max_restoring_bytes",
     "inputs_ahead_bytes",
@@ -66,6 +71,7 @@ Cap = Literal[
     "again_room_bytes",
     "kind_ahead_bytes",
     "groups_in_flight",
+    "inputs_in_flight",
     "spills_in_flight",
     "weights_ahead_bytes",
     "weights_in_flight_bytes",
@@ -129,6 +135,7 @@ class Limits:
     again_room_bytes: int | None
     kind_ahead_bytes: int | None
     groups_in_flight: int | None
+    inputs_in_flight: int | None
     spills_in_flight: int | None
     weights_ahead_bytes: int | None
     weights_in_flight_bytes: int | None
@@ -217,10 +224,10 @@ class Limits:
         while True:
             bounds = self._bounds.copy()
             self.watchers = tuple(self._watchers.copy().values())
-            for cap in get_args(Cap):
-                setattr(self, cap, self._least(bounds, cap)[0])
             given = [(who, cap) for (who, cap), bound in bounds.items() if bound.nbytes is not None]
             self.named = frozenset(cap for who, cap in given if not who.is_plan)
+            for cap in get_args(Cap):
+                setattr(self, cap, self._least(bounds, cap)[0])
             if bounds == self._bounds and len(self.watchers) == len(self._watchers):
                 return
 
@@ -234,6 +241,9 @@ class Limits:
 
     def _derived(self, cap: Cap) -> int | None:
         """The bound where nobody says more, under the device limit of now."""
+        if cap == "inputs_in_flight":
+            named = self.groups_in_flight is not None or "max_spilling_bytes" in self.named
+            return self.groups_in_flight if named else _INPUTS_IN_FLIGHT
         limit = None if cap == "device_limit_bytes" else self.device_limit_bytes
         if limit is None:
             return DEFAULT_IN_FLIGHT_BYTES if cap in ("max_spilling_bytes", "max_restoring_bytes") else None

@@ -83,12 +83,12 @@ def test_the_next_input_is_fetched_before_the_recompute_that_reads_it() -> None:
 
 
 @pytest.mark.req("S4-3", "S4-4")
-@pytest.mark.parametrize("executor", ["late", "early"])
+@pytest.mark.parametrize(("executor", "cap"), [("late", None), ("early", None), ("late", 1), ("late", 3)])
 def test_after_the_forward_two_inputs_are_on_the_device_and_in_the_backward_one_is_fetched_ahead(
-    executor: Any,
+    executor: Any, cap: int | None
 ) -> None:
     """Of eight, though the caps in bytes have room for all: a block computes longer than its input is
-    copied. In the backward the one that is being read may count, too."""
+    copied. In the backward the one that is being read may count, too. Others may bound the two lower."""
     held: list[int] = []
 
     class Asking(Block):
@@ -98,6 +98,12 @@ def test_after_the_forward_two_inputs_are_on_the_device_and_in_the_backward_one_
 
     with installed(build_manager(executor)) as manager:
         assert manager is not None
+        limits, sent = manager.engine.limits, 1 if cap == 1 else 2
+        limits.contributor("other").bound("inputs_in_flight", cap)
+        assert (limits.inputs_in_flight, limits.held_by("inputs_in_flight")) == (
+            sent,
+            "other" if cap == 1 else "default",
+        )
         model = build(Asking, count=8)
         for _ in range(2):
             held.clear()
@@ -110,8 +116,8 @@ def test_after_the_forward_two_inputs_are_on_the_device_and_in_the_backward_one_
             assert stats is not None
             assert stats.spilled == 8
             forward, after, backward = held[:8], held[8], held[9:]
-            assert forward == [INPUT_BYTES, *[2 * INPUT_BYTES] * 7]
-            assert after == 2 * INPUT_BYTES  # layers - 2 are gone
+            assert forward == [INPUT_BYTES, *[sent * INPUT_BYTES] * 7]
+            assert after == sent * INPUT_BYTES  # the others are gone
             assert max(backward) <= 3 * INPUT_BYTES
             assert max(backward[3:]) <= 2 * INPUT_BYTES  # no longer those that the forward left behind
             assert stats.device_bytes_peak <= 3 * INPUT_BYTES

@@ -76,6 +76,18 @@ def test_a_config_that_names_a_window_stands_in_for_a_plan() -> None:
     assert limits.named == {"device_limit_bytes", "max_restoring_bytes"}
 
 
+def test_inputs_in_flight_are_two_unless_groups_or_bytes_are_named() -> None:
+    limits, plan = of(), of(device_limit_bytes=KIB)
+    plan.contributor(PLAN, is_plan=True).bound("max_spilling_bytes", 512, replaces=(DEFAULT,))
+    assert limits.inputs_in_flight == plan.inputs_in_flight == 2
+    assert of(max_spilling_bytes=KIB).inputs_in_flight is None
+    for number in (5, 1):
+        limits.contributor("groups").bound("groups_in_flight", number)
+        assert limits.inputs_in_flight == number
+    limits.contributor("other").bound("inputs_in_flight", 0)
+    assert (limits.inputs_in_flight, limits.held_by("inputs_in_flight")) == (0, "other")
+
+
 @pytest.mark.parametrize("changed", ["config", "bound", "none", "end"])
 def test_windows_of_a_plan_end_with_the_limit_that_it_was_made_for(changed: str) -> None:
     limits = of(device_limit_bytes=8 * KIB)
