@@ -28,6 +28,8 @@ says whose bound holds. tests/unit/test_one_owner_of_limits.py finds any other w
     weights_in_flight_bytes  streamed weights that are on their way to the device, when more is fetched ahead
     gradients_behind_bytes  gradients on the device that wait for their step in the backward; beyond it
                          compute waits for steps
+    weights_window_bytes  of each model, streamed weights on the device at once beside blocks that its plan
+                         keeps; a block that computes and one that arrives at least
     gradients_window_bytes  of each model, gradients on the device at once of those that wait on the host; the
                          three largest at least
 
@@ -76,6 +78,7 @@ Cap = Literal[
     "weights_ahead_bytes",
     "weights_in_flight_bytes",
     "gradients_behind_bytes",
+    "weights_window_bytes",
     "gradients_window_bytes",
 ]
 
@@ -112,6 +115,12 @@ class Contributor:
         contributors whose bounds of this cap do not hold beside it."""
         self.limits._change(self, {cap: _Bound(nbytes, replaces)})
 
+    def least(self, cap: Cap) -> int | None:
+        """The least bound of a cap that is of each model: without those of others of this name."""
+        given = [(who, bound) for (who, what), bound in self.limits._bounds.copy().items() if what == cap]
+        mine = {(who, cap): bound for who, bound in given if who is self or who.name != self.name}
+        return self.limits._least(mine, cap)[0]
+
     def end(self) -> None:
         """Take all bounds back, and be no watcher any more. Called again, it does nothing."""
         self.limits._watchers.pop(self, None)
@@ -140,6 +149,7 @@ class Limits:
     weights_ahead_bytes: int | None
     weights_in_flight_bytes: int | None
     gradients_behind_bytes: int | None
+    weights_window_bytes: int | None
     gradients_window_bytes: int | None
 
     claimed_bytes: int

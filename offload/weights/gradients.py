@@ -110,11 +110,11 @@ class GradientStream(Client):
         total = sum(gradient.nbytes for gradient in trained)
         check_budget(engine.arena, total, f"the gradients of {self._model_name}", "leave gradients= out")
         sizes = {gradient.name: gradient.nbytes for gradient in self.gradients}
-        self._least_bytes, self._best_bytes = sum(sorted(sizes.values())[-3:]), window_bytes(sizes)
         self.blocks = [gradient.block for gradient in self.gradients]
-        self.residency = Residency(engine, self.name, self.blocks, self._best_bytes)
+        self.residency = Residency(engine, self.name, self.blocks, "gradients_window_bytes")
+        self.residency.bound(window_bytes(sizes), sum(sorted(sizes.values())[-3:]))
         self.order = Order()
-        self.figures = GradientFigures(window_bytes=self._best_bytes)
+        self.figures = GradientFigures(window_bytes=self.residency.window_bytes)
         self._follow_limit()
         self.reduced_later = self.unused_are_read = False
         """Gradients are final when the backward has ended; then those of unused parameters are read, too."""
@@ -200,10 +200,9 @@ class GradientStream(Client):
         self._trim()
 
     def _follow_limit(self) -> None:
-        cap = self._engine.limits.gradients_window_bytes
-        window = max(self._least_bytes, min(self._best_bytes, self._best_bytes if cap is None else cap))
-        self.residency.window_bytes = self.figures.window_bytes = window
-        self._piece_bytes = window // _PIECES
+        self.residency.follow_limits()
+        self.figures.window_bytes = self.residency.window_bytes
+        self._piece_bytes = self.residency.window_bytes // _PIECES
 
     def _say_set(self) -> None:
         """Once: gradients that no accumulation made. Those that were let go of stay, as that says."""
@@ -528,6 +527,7 @@ class GradientStream(Client):
                 self._device.synchronize(self._device.record(lane))
             for gradient in self.gradients:
                 gradient.close()
+            self.residency.end()
             self._engine.detach(self)
 
 

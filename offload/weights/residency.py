@@ -73,6 +73,7 @@ from offload.ids import Owner
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.admission import Direction, Lease, Priority
+from offload.transfer.limits import Cap
 from offload.transfer.stalls import Stalls, total_ms
 from offload.weights.order import Order
 from offload.weights.policy import Policy
@@ -94,16 +95,17 @@ class Moved(NamedTuple):
 
 
 class Residency:
-    """The device's share of some blocks. client: whose copies they are. window_bytes: of the blocks that the
-    plan does not keep, on the device at once. policy: decides in the plan's place. callers: threads that may
-    read beside a forward. Called under the engine's lock; blocks the host: only in `flush` and `drop`."""
+    """The device's share of some blocks. client: whose copies they are. cap: of the limits, what bounds
+    `window_bytes`: blocks that the plan does not keep, on the device at once. policy: decides in the plan's
+    place. callers: threads that may read beside a forward. Called under the engine's lock; blocks the host:
+    only in `flush` and `drop`."""
 
     def __init__(
         self,
         engine: OffloadEngine,
         client: str,
         blocks: Sequence[BlockWeights],
-        window_bytes: int,
+        cap: Cap,
         policy: Policy | None = None,
         callers: Readers | None = None,
     ) -> None:
@@ -112,7 +114,8 @@ class Residency:
         self._callers = callers
         self.device: Device = engine.device
         self.blocks = blocks
-        self.window_bytes = window_bytes
+        self._share, self._cap = engine.limits.contributor(client, self), cap
+        self.window_bytes = self._planned_bytes = self._least_bytes = 0
         self.in_bytes = self.out_bytes = 0
         self.stalls = Stalls(engine.device)
         self.present_bytes = self.present_bytes_peak = 0
@@ -127,6 +130,23 @@ class Residency:
         (before_in, before_out), self._ended_bytes = self._ended_bytes, (self.in_bytes, self.out_bytes)
         moved = self.in_bytes - before_in, self.out_bytes - before_out
         return Moved(*moved, total_ms(self.device, stalls), len(stalls))
+
+    # -- the window ------------------------------------------------------------------------------------------
+    def bound(self, window_bytes: int, least_bytes: int) -> None:
+        """The window of a plan. Others may bound it lower, to `least_bytes`."""
+        self._planned_bytes, self._least_bytes = window_bytes, min(window_bytes, least_bytes)
+        self._share.bound(self._cap, window_bytes)
+        self.follow_limits()
+
+    def follow_limits(self) -> bool:
+        """Between steps: take the bounds that others contribute now. Whether the window is smaller."""
+        before, bound = self.window_bytes, self._share.least(self._cap)
+        self.window_bytes = max(self._least_bytes, self._planned_bytes if bound is None else bound)
+        return self.window_bytes < before
+
+    def end(self) -> None:
+        """It bounds nothing any more."""
+        self._share.end()
 
     # -- in --------------------------------------------------------------------------------------------------
     def fetch_ahead(

@@ -94,7 +94,9 @@ class WeightStream(Client):
                 'weights="host" for no more than that'
             )
         self._readers = Readers()
-        self.residency = Residency(engine, self.name, self.blocks, least, policy, self._readers)
+        self.residency = Residency(
+            engine, self.name, self.blocks, "weights_window_bytes", policy, self._readers
+        )
         self.experts = Experts(self.residency, engine, self._begin, self._use_saved)
         what = f"the streamed weights of {self.model_name}"
         check_budget(engine.arena, self._host_bytes, what, "name fewer blocks")
@@ -466,6 +468,8 @@ class WeightStream(Client):
         self._hits = self._misses = 0
         window.hits, window.misses, experts.waited_s = 0, 0, 0.0
         self.order.step_ends()
+        if self.residency.follow_limits():
+            self.residency.trim()
         self._learn(self.blocks)
         if (step := self._measured.step_ended()) is not None:
             self._plan_with(step)
@@ -503,7 +507,7 @@ class WeightStream(Client):
     def _take_plan(self, plan: Plan) -> None:
         for block in self.blocks:
             block.keep = block.index in plan.keep
-        self.residency.window_bytes = plan.window_bytes
+        self.residency.bound(plan.window_bytes, least_window(self._sizes))
         self.residency.trim()
         self.figures.kept_blocks, self.figures.limit_bytes = len(plan.keep), self.limit_bytes
 
@@ -546,4 +550,5 @@ class WeightStream(Client):
                 for handle in self._handles:
                     handle.remove()
                 self._measured.end()
+                self.residency.end()
                 self._engine.detach(self)

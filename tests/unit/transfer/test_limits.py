@@ -54,6 +54,19 @@ def test_two_contributors_of_one_name_are_two() -> None:
     assert (limits.device_limit_bytes, limits.held_by("device_limit_bytes")) == (None, "")
 
 
+def test_of_a_cap_of_each_model_another_models_bound_does_not_hold_and_others_do() -> None:
+    limits = of()
+    first, second = limits.contributor("weights"), limits.contributor("weights")
+    first.bound("weights_window_bytes", 2 * KIB)
+    second.bound("weights_window_bytes", 3 * KIB)
+    first.bound("gradients_window_bytes", 1)
+    assert (first.least("weights_window_bytes"), second.least("weights_window_bytes")) == (2 * KIB, 3 * KIB)
+    assert limits.weights_window_bytes == 2 * KIB
+    limits.contributor("conductor").bound("weights_window_bytes", KIB)
+    assert first.least("weights_window_bytes") == second.least("weights_window_bytes") == KIB
+    assert limits.held_by("weights_window_bytes") == "conductor"
+
+
 def test_a_bound_that_stands_in_for_another_names_it() -> None:
     """The mark of a watermark bounds what is in flight, so the derived cap is lifted; a config's is not."""
     for config, cap in ({}, None), ({"max_spilling_bytes": KIB}, KIB):

@@ -150,7 +150,12 @@ def test_the_limits_can_lower_the_window() -> None:
     with trained() as (device, model, handle):
         stream, largest = gradients_of(handle), int(135.8 * MB / 4) * 4
         assert handle.gradients.window_bytes == 2 * BYTES + largest
-        share = marks.default_manager().engine.limits.contributor("test")
+        limits = marks.default_manager().engine.limits
+        assert (limits.gradients_window_bytes, limits.held_by("gradients_window_bytes")) == (
+            handle.gradients.window_bytes,
+            "gradients",
+        )
+        share = limits.contributor("test")
         share.bound("gradients_window_bytes", 4 * largest)
         stream.residency.present_bytes_peak = 0
         step(device, model)
@@ -158,6 +163,8 @@ def test_the_limits_can_lower_the_window() -> None:
         share.bound("gradients_window_bytes", 0)
         step(device, model)
         assert handle.gradients.window_bytes == 3 * largest
+        assert (limits.gradients_window_bytes, limits.held_by("gradients_window_bytes")) == (0, "test")
+    assert limits.held_by("gradients_window_bytes") == "test", "a removed model bounds nothing"
 
 
 def test_gradients_that_no_backward_added_to_are_said_once(caplog: pytest.LogCaptureFixture) -> None:

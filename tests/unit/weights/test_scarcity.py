@@ -127,6 +127,30 @@ def test_no_more_is_fetched_ahead_than_the_kind_may_have() -> None:
                 residency.drop(block)
 
 
+def test_the_limits_can_lower_the_window_and_another_models_does_not() -> None:
+    with streamed(weights=f"{5 * BLOCK_BYTES}B") as pair:
+        residency, limits = pair.stream.residency, pair.stream._engine.limits
+        assert (residency.window_bytes, limits.held_by("weights_window_bytes")) == (
+            5 * BLOCK_BYTES,
+            "weights",
+        )
+        another, share = limits.contributor("weights"), limits.contributor("test")
+        another.bound("weights_window_bytes", 1)
+        for most, window in ((None, 5), (4, 4), (0, 2)):  # one that computes, one that arrives
+            share.bound("weights_window_bytes", most and most * BLOCK_BYTES)
+            pair.stream.end_step()
+            residency.present_bytes_peak = residency.present_bytes
+            x = torch.randn(ROWS, WIDTH)
+            assert torch.equal(pair.model(x), pair.plain(x))
+            assert residency.present_bytes_peak == residency.window_bytes == window * BLOCK_BYTES
+        another.end()
+        assert (limits.weights_window_bytes, limits.held_by("weights_window_bytes")) == (0, "test")
+        share.end()
+        pair.train(4)
+        pair.handle.remove()
+        assert limits.weights_window_bytes is None
+
+
 def test_a_gradient_is_fetched_ahead_only_where_its_kind_may_have_more() -> None:
     found = []
     for most in (None, 1):
