@@ -38,6 +38,8 @@ class Gradient(Weight):
         super().__init__(owner, name, module, attribute)
         self._tensor = self.returned = _nothing
         self.let_go: Callable[[], Tensor | None] = _nothing  # that stays until a backward has added to it
+        self.norm: tuple[object, Lane, Tensor] | None = None
+        """What `torch._foreach_norm` was asked, the lane, and its answer, until the gradient is written."""
         self.block = BlockWeights(index, name, device, [])
 
     @property
@@ -81,7 +83,7 @@ class Gradient(Weight):
     def take(self, tensor: Tensor, lane: Lane) -> None:
         """`tensor`, made on `lane`, is the gradient, and on the device."""
         block = self.block
-        self.parameter = tensor
+        self.parameter, self.norm = tensor, None
         self.rest()
         block.weights[:] = [self]
         block.present, block.pinned, block.home = True, False, lane
@@ -97,7 +99,7 @@ class Gradient(Weight):
         """It comes and goes no more."""
         self.block.weights.clear()
         self._aliases.clear()
-        self.block.present = self.dirty = False
+        self.block.present, self.dirty, self.norm = False, False, None
         del self.storage, self.on_device
 
 

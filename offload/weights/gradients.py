@@ -9,7 +9,8 @@ goes back after.
                                            come after ours may still use it
     the backward's end                     so go the last; all of them where DistributedDataParallel reduces
                                            them then
-    a use from outside                     through the class of what is watched, as of a streamed weight
+    a use from outside                     through the class of what is watched, as of a streamed weight.
+                                           Norms that the last step asked for are taken as gradients leave
 
 What compute executes for a copy (an event, a wait, the two points that time it) leaves a gap between kernels.
 So gradients come and go in pieces of about a sixth of the window, with one set of these each.
@@ -126,6 +127,9 @@ class GradientStream(Client):
         self._open: dict[int, tuple[list[Gradient], Callable[[], object]]] = {}
         self._over: set[int] = set()  # blocks that the backward under way, or the last one, has used
         self._going: deque[BlockWeights] = deque()  # sent or read; that of longest ago first
+        # what a loop asks of `torch._foreach_norm`, and whether it has in this step
+        self._norms: tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]] | None = None
+        self._has_asked = False
         self._said = Once()
         self._handles: dict[Gradient, tuple[RemovableHandle, RemovableHandle]] = {}
         self.removed = False
@@ -240,6 +244,7 @@ class GradientStream(Client):
             if not self.reduced_later:
                 self._send_made(gradient)
             self._over.add(gradient.block.index)
+            gradient.norm = None
             found, block = gradient.now, gradient.block
             if gradient.is_owners:
                 self._use(gradient, Pass.BACKWARD)
@@ -295,10 +300,34 @@ class GradientStream(Client):
             if not gradient.block.entered and self._may_go(gradient, lane):
                 piece.append(gradient)
                 if sum(each.nbytes for each in piece) >= self._piece_bytes:
+                    self._take_norms(piece)
                     self._go(piece)
                     piece = []
+        self._take_norms(piece)
         self._go(piece)
         self._trim()
+
+    def _take_norms(self, leaving: Iterable[Gradient]) -> None:
+        """Those that the last step asked for, of gradients that go: another way in is saved. A tensor's norm
+        has the same bits in a list of any others."""
+        lane, asked = self._device.compute, self._norms
+        able = [each for each in leaving if asked and each.dirty and [*each.block.readers] == [id(lane)]]
+        if asked is not None and able:
+            with torch._C.DisableTorchFunctionSubclass():
+                found = torch._foreach_norm([each.parameter for each in able], *asked[0], **dict(asked[1]))
+            for gradient, norm in zip(able, found, strict=True):
+                self._device.note_read(lane, gradient.on_device)
+                gradient.norm = asked, lane, norm
+
+    def take_norm(self, weight: Weight, tensor: Tensor, asked: Any) -> Tensor | None:
+        """As GradientHolder: once, as who gets it may write it."""
+        assert isinstance(weight, Gradient)
+        with self._lock:
+            self._norms, self._has_asked = asked, True
+            found, weight.norm = weight.norm, None
+            is_known = found is not None and found[:2] == (asked, self._device.compute)
+            is_whole = tensor is weight.parameter and not weight.is_read_on_host
+            return found[2] if found is not None and is_known and is_whole else None
 
     def _may_go(self, gradient: Gradient, lane: Lane) -> bool:
         """Whether the parameter's gradient can go to the host, which follows it from here on. Order: [Order:
@@ -448,7 +477,8 @@ class GradientStream(Client):
 
     def wrote(self, weight: Weight) -> None:
         """As Holder."""
-        weight.dirty = True
+        assert isinstance(weight, Gradient)
+        weight.dirty, weight.norm = True, None
         self._device.note_write(self._device.compute, weight.on_device)
 
     def set_data(self, weight: Weight, value: Tensor) -> None:
@@ -499,6 +529,7 @@ class GradientStream(Client):
     def end_step(self) -> ClientStats:
         """As Client."""
         self._settle()
+        self._norms, self._has_asked = self._norms if self._has_asked else None, False
         moved, figures = self.residency.end_step(), self.figures
         if moved.in_bytes or moved.out_bytes:
             figures.steps += 1

@@ -25,7 +25,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.optim.optimizer import _foreach_supported_types
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 
 from offload.errors import OffloadError
 from offload.params.home import HOME
@@ -177,6 +178,10 @@ class StreamedGradient(StreamedWeight):
             for tensor in watched_in((args, kwargs), cls):
                 cls.stay(tensor)
             return func(*args, **kwargs)
+        if func is torch._foreach_norm and (known := _known_norms(args, kwargs)):
+            rest = [each for at, each in enumerate(args[0]) if at not in known]
+            others = iter(func(rest, *args[1:], **kwargs) if rest else ())
+            return [known[at] if at in known else next(others) for at in range(len(args[0]))]
         return super().touch(func, args, kwargs)
 
     @classmethod
@@ -196,8 +201,10 @@ class StreamedGradient(StreamedWeight):
         return memo[id(self)]
 
 
-# as torch's own DTensor does: an optimizer takes foreach by default where all weights are of these types
-_foreach_supported_types += [StreamedWeight, StreamedGradient]
+# as torch's own DTensor does: optimizers, and clip_grad_norm_, whose loop gives other bits, take foreach by
+# default where all tensors are of these types
+for _types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+    _types += [StreamedWeight, StreamedGradient]
 
 
 # -- putting the class in place ------------------------------------------------------------------------------
@@ -285,6 +292,18 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if silent or any(tensor is each for each in out) or _version(tensor) != version:
                 holder_of(weight).wrote(weight)
         return _aliases_in(result, owners)
+
+
+def _known_norms(args: Any, kwargs: Any) -> dict[int, Tensor]:
+    """By place in the list."""
+    asked, found = (tuple(args[1:]), tuple(sorted(kwargs.items()))), {}
+    for at, tensor in enumerate(args[0]):
+        if isinstance(tensor, StreamedGradient):
+            gradient = owner_of(tensor)
+            norm = cast(GradientHolder, holder_of(gradient)).take_norm(gradient, tensor, asked)
+            if norm is not None:
+                found[at] = norm
+    return found
 
 
 def _beside_a_forward(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -103,6 +103,10 @@ class GradientHolder(Holder, Protocol):
     def lend(self, weight: Weight, returned: Callable[[], None]) -> Tensor:
         """As Watched."""
 
+    def take_norm(self, weight: Weight, tensor: Tensor, asked: object) -> Tensor | None:
+        """The norm that was taken of the gradient as it left, for the current lane; None where it was not, or
+        is no more."""
+
 
 class BlockHolder(Holder, Protocol):
     """Who streams the weights of blocks, as hooks of modules ask."""

@@ -145,3 +145,36 @@ def test_a_write_on_the_device_races_with_no_copy() -> None:
         assert torch.equal(mine.grad, its.grad)
     assert copy.deepcopy(model.embed.weight.grad).device.type == "cuda"
     handle.remove()
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_large_gradients_have_the_bits_of_plain_torch(
+    dtype: torch.dtype, foreach: bool | None
+) -> None:
+    """torch's two ways to a norm round otherwise. From the second step on they are taken as gradients
+    leave."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(1111, 4099), nn.Linear(4099, 777), nn.Linear(777, 3001)).to("cuda", dtype)
+    model = copy.deepcopy(plain)
+    handle = offload.apply(model, gradients="host")
+    figures = gradients_of(handle).residency
+    came = []
+    for _ in range(3):
+        x = torch.randn(64, 1111, device="cuda", dtype=dtype)
+        for each in (model, plain):
+            each(x).square().mean().backward()
+        before = figures.in_bytes
+        norms = [
+            nn.utils.clip_grad_norm_(each.parameters(), 1e-3, foreach=foreach) for each in (model, plain)
+        ]
+        came.append(figures.in_bytes - before)
+        assert torch.equal(*norms)
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
+        for each in (model, plain):
+            each.zero_grad()
+        offload.step_end()
+    assert came[2] < came[0] or foreach is False
+    handle.remove()

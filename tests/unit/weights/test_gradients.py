@@ -115,6 +115,30 @@ def test_the_norm_is_of_all_gradients(norm_type: float, foreach: bool | None) ->
         both(pair, lambda model: nn.utils.clip_grad_value_(model.parameters(), 1e-3, foreach=foreach))
 
 
+def test_a_norm_that_the_step_before_asked_for_is_taken_as_gradients_leave() -> None:
+    """Then no gradient comes back for it, but where it was written since."""
+    with waiting() as pair:
+        residency, came = gradients_of(pair.handle).residency, []
+        for step in ("asks", "asks", "writes", "asks again", "does not", "asks"):
+            for _ in range(2):
+                backward(pair)
+            if step == "writes":
+                both(pair, lambda model: weight_of(model).grad.mul_(3))
+            before = residency.in_bytes
+            for _ in range({"does not": 0, "asks again": 2}.get(step, 1)):
+                models = pair.model, pair.plain
+                assert torch.equal(*(nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in models))
+                came.append(residency.in_bytes - before)
+            pair.check_gradients()
+            both(pair, lambda model: model.zero_grad())
+            offload.step_end()
+        scaled, each = came[1], weight_of(pair.model).nbytes
+        assert came[0] > 1.5 * scaled  # once for the norm, once to be scaled
+        assert scaled <= came[2] <= scaled + each
+        assert came[3] == scaled < came[4] / 2
+        assert came[5] > 1.5 * scaled
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
     "foreach": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True),
