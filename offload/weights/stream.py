@@ -49,8 +49,12 @@ __all__ = ["WeightStream"]
 logger = speaker(__name__)
 
 _PHASES = {Pass.FORWARD: Phase.FORWARD, Pass.BACKWARD: Phase.BACKWARD}
+_PLANNED = 8
+"""Uses of each block, such as of four microbatches, by which a longer step is planned: all of a generation's
+would take minutes."""
+
 _TOO_SLOW = 1.2
-"""Of a step with all weights on the device: what takes longer is said."""
+"""Of what is planned with all weights on the device: what takes longer is said."""
 
 
 def _outside_transforms() -> AbstractContextManager[object]:
@@ -494,11 +498,13 @@ class WeightStream(Client):
         if self.residency.policy is not None:
             return
         limits = self._limit_of_blocks, self._limit_of_blocks + 10**9
-        (plan, took_s), (_, with_more_s) = best_plans(step.blocks, sizes, limits, rate)
-        self.figures.next_gb_ms = (took_s - with_more_s) * 1e3
+        uses = step.blocks[: _PLANNED * len(sizes)]
+        (plan, took_s), (_, with_more_s) = best_plans(uses, sizes, limits, rate)
+        compute_s, times = sum(seconds for _, seconds in uses), len(step.uses) / len(uses)
+        self.figures.next_gb_ms = (took_s - with_more_s) * times * 1e3
         self._take_plan(plan)
-        if self._may_say_link() and 0 < step.compute_s * _TOO_SLOW < took_s:
-            self._say_link(took_s / step.compute_s, step.longest_pass(sizes))
+        if self._may_say_link() and 0 < compute_s * _TOO_SLOW < took_s:
+            self._say_link(took_s / compute_s, step.longest_pass(sizes))
 
     def _may_say_link(self) -> bool:
         """Not of a simulated link, unless a test wants it."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import offload
 from offload import OffloadEngine, PipelineOffloadManager
 from offload.device.sim import SimDevice
+from offload.weights.keep import best_plans
 from tests.inside import streaming_of, streams_from
 from tests.unit.groups.stack import installed
 
@@ -47,7 +48,7 @@ class Block(nn.Module):
 
 
 def steps(
-    device: SimDevice, seconds: float, weights: str, number: int = 8
+    device: SimDevice, seconds: float, weights: str, number: int = 8, microbatches: int = 1
 ) -> tuple[offload.Applied, list[float]]:
     """The handle, and how long each step takes."""
     model = nn.Sequential(
@@ -58,7 +59,8 @@ def steps(
     times = []
     for _ in range(number):
         begun = device.compute.time_s
-        model(torch.randn(ROWS, WIDTH)).square().sum().backward()
+        for _ in range(microbatches):
+            model(torch.randn(ROWS, WIDTH)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         times.append(device.compute.time_s - begun)
@@ -107,6 +109,28 @@ def test_more_bytes_make_a_step_shorter_that_the_link_holds_up_and_explain_says_
             found[weights] = times[-1]
             handle.remove()
     assert found[f"{5 * BLOCK_BYTES}B"] < 0.8 * found["host"]
+
+
+def test_a_long_step_is_planned_by_its_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan takes the square of the number of uses: of 3,000 tokens that 6 blocks generate, half an hour."""
+    planned, gains = [], []
+
+    def plan(uses: Any, *rest: Any) -> Any:
+        planned.append(len(uses))
+        return best_plans(uses, *rest)
+
+    monkeypatch.setattr("offload.weights.stream.best_plans", plan)
+    for microbatches in (1, 12):
+        device, manager = simulated()
+        with manager, streams_from(WIDTH * WIDTH):
+            handle, _ = steps(device, 0.4 * COPY_S, f"{5 * BLOCK_BYTES}B", 4, microbatches)
+            assert handle.weights is not None
+            gains.append(handle.weights.next_gb_ms or 0.0)
+            handle.remove()
+    assert planned[0] == 2 * BLOCKS
+    assert max(planned) == 8 * BLOCKS
+    assert gains[0] > 0
+    assert gains[1] == pytest.approx(12 * gains[0], rel=0.1)
 
 
 def test_a_link_that_makes_a_step_a_fifth_longer_is_said_once_with_the_tokens_that_hide_it(
