@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 
 __all__ = ["READ_NO_BYTES", "Watched", "accessors", "methods", "untouched", "watched_in"]
 
@@ -49,6 +51,12 @@ class Watched(Tensor):
     """Never made, only put in place of a tensor's class. comes_and_goes: its bytes are freed between uses."""
 
     comes_and_goes = False
+
+    def __init_subclass__(cls) -> None:
+        """As DTensor: optimizers, and clip_grad_norm_, whose loop gives other bits than its list, take lists
+        by default where all tensors are of these types."""
+        for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+            types.append(cls)
 
     @classmethod
     def __torch_function__(

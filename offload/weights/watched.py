@@ -25,8 +25,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.optim import optimizer
-from torch.utils import _foreach_utils
 
 from offload.errors import OffloadError
 from offload.params.home import HOME
@@ -199,12 +197,6 @@ class StreamedGradient(StreamedWeight):
         if id(self) not in memo:
             memo[id(self)] = self.detach().clone(memory_format=torch.preserve_format)
         return memo[id(self)]
-
-
-# as torch's own DTensor does: optimizers, and clip_grad_norm_, whose loop gives other bits, take foreach by
-# default where all tensors are of these types
-for _types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
-    _types += [StreamedWeight, StreamedGradient]
 
 
 # -- putting the class in place ------------------------------------------------------------------------------

@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._foreach_utils import _has_foreach_support
 
 import offload
 from offload.errors import CaptureError, HostBudgetError, OffloadError
+from offload.optim.touch import AwaitedGradient, AwaitedWeight
+from offload.weights.watched import StreamedGradient, StreamedWeight
 from tests.inside import gradients_of, streams_from
 from tests.unit.groups.stack import build_manager, installed
 from tests.unit.weights.streamed import ROWS, WIDTH, Model, Pair, squares
@@ -137,6 +140,16 @@ def test_a_norm_that_the_step_before_asked_for_is_taken_as_gradients_leave() -> 
         assert scaled <= came[2] <= scaled + each
         assert came[3] == scaled < came[4] / 2
         assert came[5] > 1.5 * scaled
+
+
+def test_torch_takes_lists_of_what_is_watched_by_default() -> None:
+    """Norms of a list and of a loop have other bits on a GPU."""
+    device = torch.device("cuda")
+    for watched in (StreamedWeight, StreamedGradient, AwaitedWeight, AwaitedGradient):
+        tensor = torch.zeros(3).requires_grad_() if issubclass(watched, nn.Parameter) else torch.zeros(3)
+        tensor.__class__ = watched
+        assert _has_foreach_support([tensor], device)
+        tensor.__class__ = Tensor
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
