@@ -101,13 +101,15 @@ class HostedSteps:
 
     def submit(self, buckets: Sequence[HostBucket]) -> None:
         """Give buckets, which have their gradients, to the workers. Blocks the host: never. Gradients leave
-        COPY_LEAD buckets ahead of the CPU: all at once would delay the streamed buckets' state on d2h."""
-        released = self._release()
+        COPY_LEAD buckets ahead of the CPU, or `buckets_in_flight`: all at once would delay the streamed
+        buckets' state on d2h."""
+        released, most = self._release(), self._engine.limits.buckets_in_flight
+        lead = COPY_LEAD if most is None else min(COPY_LEAD, max(1, most))
         self._pending.update((bucket, set()) for bucket in buckets)
         on_cpu = [bucket for bucket in buckets if isinstance(bucket, CpuBucket)]
         for number, mine in enumerate(on_cpu):
-            first = 0 if number == 0 else number + COPY_LEAD - 1
-            for later in on_cpu[first : number + COPY_LEAD]:
+            first = 0 if number == 0 else number + lead - 1
+            for later in on_cpu[first : number + lead]:
                 self._stepper.submit(functools.partial(later.copy_gradients, released))
             step = functools.partial(mine.step, self._cpu.scratch)
             self._submit(self._stepper, mine, mine.has_gradients, step)

@@ -297,5 +297,5 @@ class StreamedPart(HostPart[StreamedBucket]):
         return self.ring.nbytes if self.buckets else 0
 
     def wait_for_slot(self) -> None:
-        """Block the host until the ring has room for another bucket."""
-        self.ring.wait_for_slot()
+        """Block the host until the ring, and `buckets_in_flight`, have room for another bucket."""
+        self.ring.wait_for_slot(self.engine.limits.buckets_in_flight)

@@ -48,10 +48,12 @@ class Ring:
         allocated = device.record(device.compute)
         self._slots = deque(Slot(each, allocated) for each in made)  # the one used longest ago first
 
-    def wait_for_slot(self) -> None:
-        """Block the host until the next slot is free, so that no more buckets than slots are queued in
-        front of others' copies, and weights that return from the CPU are not delayed by them."""
-        self.device.synchronize(self._slots[0].free)
+    def wait_for_slot(self, most: int | None = None) -> None:
+        """Block the host until the next slot is free, and fewer than `most` are used, so that no more buckets
+        are queued in front of others' copies, and weights that return from the CPU are not delayed by them.
+        most: 0 counts as 1; None for all."""
+        slots = self._slots
+        self.device.synchronize(slots[-min(len(slots), len(slots) if most is None else max(1, most))].free)
 
     def next_slot(self) -> Slot:
         """The slot used longest ago."""

@@ -28,6 +28,8 @@ says whose bound holds. tests/unit/test_one_owner_of_limits.py finds any other w
     weights_in_flight_bytes  streamed weights that are on their way to the device, when more is fetched ahead
     gradients_behind_bytes  gradients on the device that wait for their step in the backward; beyond it
                          compute waits for steps
+    buckets_in_flight    of each optimizer, buckets of state on the device at once, the slots of its ring at
+                         most; and buckets of gradients that leave ahead of the CPU's steps. One at least
     weights_window_bytes  of each model, streamed weights on the device at once beside blocks that its plan
                          keeps; a block that computes and one that arrives at least
     gradients_window_bytes  of each model, gradients on the device at once of those that wait on the host; the
@@ -78,6 +80,7 @@ Cap = Literal[
     "weights_ahead_bytes",
     "weights_in_flight_bytes",
     "gradients_behind_bytes",
+    "buckets_in_flight",
     "weights_window_bytes",
     "gradients_window_bytes",
 ]
@@ -149,6 +152,7 @@ class Limits:
     weights_ahead_bytes: int | None
     weights_in_flight_bytes: int | None
     gradients_behind_bytes: int | None
+    buckets_in_flight: int | None
     weights_window_bytes: int | None
     gradients_window_bytes: int | None
 

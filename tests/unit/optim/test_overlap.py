@@ -28,6 +28,8 @@ from offload import OffloadEngine
 from offload.device.sim import SimDevice
 from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
+from offload.optim.cpu_step import CpuBucket
+from offload.params.ring import Ring
 from tests.optim_pair import OVERLAPS, Overlap, assert_same, copies, hybrid, torchs
 from tests.unit.optim.rig import backward, batch, net
 
@@ -105,6 +107,43 @@ def test_an_optimizer_that_is_dropped_gives_its_host_memory_back(overlap: Overla
     del optimizer
     gc.collect()
     assert engine.arena.stats().lent_bytes == 0
+
+
+@pytest.mark.parametrize(("bound", "state", "gradients"), [(None, 3, 3), (2, 2, 2), (0, 1, 1), (9, 3, 3)])
+def test_the_limits_can_lower_how_many_buckets_are_under_way(
+    bound: int | None, state: int, gradients: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of state, in the ring, and of gradients that left ahead of the CPU; one at least."""
+    engine, used, ahead = OffloadEngine(device=SimDevice(executor="late")), [], [0]
+    engine.limits.contributor("test").bound("buckets_in_flight", bound)
+    next_slot, copy_out, step = Ring.next_slot, CpuBucket.copy_gradients, CpuBucket.step
+
+    def counted(ring: Ring) -> Any:
+        used.append(1 + sum(not ring.device.poll(slot.free) for slot in ring._slots))
+        return next_slot(ring)
+
+    def copied(bucket: CpuBucket, made: Any) -> None:
+        ahead.append(ahead[-1] + 1)
+        copy_out(bucket, made)
+
+    def stepped(bucket: CpuBucket, scratch: Any) -> None:
+        ahead.append(ahead[-1] - 1)
+        step(bucket, scratch)
+
+    monkeypatch.setattr(Ring, "next_slot", counted)
+    monkeypatch.setattr(CpuBucket, "copy_gradients", copied)
+    monkeypatch.setattr(CpuBucket, "step", stepped)
+    for share in SHARES:
+        model, plain = net(), net()
+        optimizer, its = hybrid(model, engine=engine, model=model, cpu_share=share), torchs(plain)
+        for number in range(2):
+            for each, own in ((model, optimizer), (plain, its)):
+                own.zero_grad()
+                backward(each, number)
+                own.step()
+        assert all(map(torch.equal, copies(model), copies(plain)))
+        optimizer.close()
+    assert (max(used), max(ahead)) == (state, gradients)
 
 
 # -- "forward": what a weight on its way is ------------------------------------------------------------------
