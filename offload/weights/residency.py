@@ -397,8 +397,18 @@ class Residency:
         return found
 
     def _in_room(self, block: BlockWeights, order: Iterable[int], bring: Callable[[], object]) -> None:
-        """Make room, and do it; where the device is full, with nothing else on it that could leave."""
-        if not self.make_room(block, (), order):
+        """Make room, and do it; where the device is full, with nothing else on it that could leave. Blocks
+        the host for steps of blocks that have to leave and are not issued."""
+        order = [*order]
+        fits = self.make_room(block, (), order)
+        for other in () if fits else self.blocks:
+            if other is not block and not other.may_leave:
+                for weight in other.weights:
+                    if weight.stepped_here:
+                        weight.await_step()
+                if fits := self.make_room(block, (), order):
+                    break
+        if not fits:
             self._say_over(block)
         try:
             bring()

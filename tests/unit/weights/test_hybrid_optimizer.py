@@ -18,6 +18,7 @@ from offload.device.sim import ExecutorName
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
+from offload.weights.weight import Weight
 from tests.inside import impose
 from tests.optim_pair import EXECUTORS, OVERLAPS, Overlap
 from tests.unit.weights.streamed import (
@@ -142,6 +143,36 @@ def test_a_settled_step_takes_no_memory(overlap: Overlap) -> None:
         pair.train(3, optimizers=optimizers)
         assert (arena.stats().lent_bytes, arena.held_bytes) == before
         close(optimizers)
+
+
+def test_a_block_that_is_stepped_on_the_device_leaves_once_its_step_is_issued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was to be used next, and is not: its step ends sooner rather than that more is on the device."""
+    late: set[Weight] = set()
+    is_under_way, await_step = Weight.is_under_way, Weight.await_step
+
+    def issue(weight: Weight) -> None:
+        late.discard(weight)
+        await_step(weight)
+
+    monkeypatch.setattr(
+        Weight, "is_under_way", property(lambda weight: weight in late or is_under_way.fget(weight))
+    )
+    monkeypatch.setattr(Weight, "await_step", issue)
+    with streamed() as pair:
+        optimizers = pair.with_state_on_host("forward", cpu_share=1.0)
+        pair.train(2, optimizers=optimizers)
+        for model, optimizer in zip((pair.model, pair.plain), optimizers, strict=True):
+            squares(model, torch.ones(ROWS, WIDTH)).backward()
+            optimizer.step()
+        assert pair.stream.residency.present_bytes_peak == 2 * BLOCK_BYTES
+        late.update(each for block in pair.stream.blocks for each in block.weights if each.stepped_here)
+        assert len(late) == 4, "of two blocks"
+        x = torch.randn(ROWS, WIDTH)
+        assert torch.equal(*(model(x, (0, 1, 2)) for model in (pair.model, pair.plain)))
+        assert pair.stream.residency.present_bytes_peak == 2 * BLOCK_BYTES
+        optimizers[0].close()
 
 
 def test_accumulation_clipping_and_a_scaler() -> None:
