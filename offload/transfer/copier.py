@@ -75,7 +75,8 @@ class Copier:
 
         nbytes: their sum. lane: None for the device's own lane of that direction; any other lets pass, to the
             device, what could run on that one (`_let_pass`). behind: of a copy that others are to let pass,
-            what its lane was made to wait for. The caller keeps both sides alive until the event has passed.
+            what its lane was made to wait for; none in a capture. The caller keeps both sides alive until the
+            event has passed.
         After an exception some of the copies may have been issued: the caller orders what comes after them,
         and ends the lease. Blocks the host only where its side is not pinned.
         """
@@ -100,9 +101,8 @@ class Copier:
                 watcher(direction, owner, nbytes, start, end)
         if lease is not UNCOUNTED:
             lease.done(event)
-        is_coming = bool(behind) and not device.is_capturing()
         with self._lock:
-            if is_coming:
+            if behind:
                 self._on_h2d.append((behind, event))
             counts = self._counts[owner.client]
             if out:

@@ -313,7 +313,7 @@ class TransferEngine(Buffers):
                 if len(host.extents) > 1:
                     parts = buffer.split([part.numel() for part in host.extents])
                 pairs.extend(zip(parts, host.extents, strict=True))
-            behind = (room, *waited.values())
+            behind = () if capture is not None else (room, *waited.values())
             event = self.copier.copy(lease, Direction.H2D, owner, pairs, nbytes, behind=behind)
         except BaseException:  # none is restored; some copies may have been issued
             for block in due:

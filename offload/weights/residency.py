@@ -272,7 +272,7 @@ class Residency:
             block.readers.clear()
         owner = Owner(self._client, blocks[0].name)
         try:
-            behind = (*behind, *left, *stepped)
+            behind = () if device.is_capturing() else (*behind, *left, *stepped)
             arrived = self._engine.copier.copy(lease, Direction.H2D, owner, pairs, nbytes, behind=behind)
         except BaseException:
             lease.done(None)
