@@ -68,6 +68,7 @@ ROWS = (
     Row("h200", 2, "interleaved1f1b", 22, 4, 20, 2969, 0.03, (98.85, 98.49), (1091, 123)),
     Row("h100", 4, "1f1b", 8, 8, None, 1926, 0.03, (73.3,)),
     Row("h100", 4, "1f1b", 8, 8, 22, 2095, 0.05, (51.5,)),
+    Row("h100", 4, "1f1b", 6, 8, None, 1423),
 )
 """Without the rows that were measured before the plan knew what each half of a split backward reads, and
 before parts of groups could stay."""

@@ -105,7 +105,8 @@ def test_a_settled_step_asks_the_driver_for_nothing_and_holds_two_blocks() -> No
     model = pair(checkpoints=False)[0]  # the other one is gone
     handle = offload.apply(model, weights="host")
     optimizer = made(model, "backward", 0.0)
-    for number in range(5):
+    # how many gradients wait for their steps at once is a matter of time: here all of them may
+    for number in range(12):
         train(model, optimizer, number)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
