@@ -82,6 +82,7 @@ def context_of(method: str) -> Any:
                 "torch.distributed.pipelining",
                 "offload",
                 "offload.pipelining",
+                "tests.frozen",
             ]
         )
     return context
