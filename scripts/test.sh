@@ -21,6 +21,10 @@ check() { # name, module, arguments of the module
     "$python" -m "$module" "$@" || failed+=("$name")
 }
 
+# Compiled meanwhile: else every worker compiles each test, and every interpreter that a test starts the
+# package. A variable that forbids it, as images of containers set, holds for the tests themselves.
+env -u PYTHONDONTWRITEBYTECODE "$python" -m pytest --collect-only -qq -p no:cacheprovider >/dev/null 2>&1 &
+compiling=$!
 check lint ruff check .
 check types mypy
 # Each worker begins with a part of its own, so that tests that share a fixture that starts ranks stay
@@ -36,6 +40,7 @@ if [ $# -eq 0 ]; then
     # what the table of requirements calls proved is proved by this run, on a machine without a GPU
     if [ -z "${OFFLOAD_PYTHON:-}" ] && ! has_gpu; then set -- "$@" --every-row; fi
 fi
+wait "$compiling" || true # what it cannot collect, the tests tell
 check tests pytest ${workers[@]+"${workers[@]}"} "$@"
 
 if [ ${#failed[@]} -gt 0 ]; then
