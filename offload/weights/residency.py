@@ -381,6 +381,7 @@ class Residency:
         """The current lane is about to read these of the block's weights, or all, whose steps are issued.
         Whether the block was there, or on its way. Order: [Order: weights here]."""
         device, found = self.device, block.present
+        order = () if found and not block.staged else [*order]
         if not found:
             self._in_room(block, order, lambda: self.load(block, Priority.REQUIRED))
         if block.staged:
@@ -396,10 +397,9 @@ class Residency:
             device.note_read(lane, weight.on_device)
         return found
 
-    def _in_room(self, block: BlockWeights, order: Iterable[int], bring: Callable[[], object]) -> None:
+    def _in_room(self, block: BlockWeights, order: Sequence[int], bring: Callable[[], object]) -> None:
         """Make room, and do it; where the device is full, with nothing else on it that could leave. Blocks
         the host for steps of blocks that have to leave and are not issued."""
-        order = [*order]
         fits = self.make_room(block, (), order)
         for other in () if fits else self.blocks:
             if other is not block and not other.may_leave:
@@ -410,13 +410,18 @@ class Residency:
                     break
         if not fits:
             self._say_over(block)
+            self._drop_others(block, kept=False)
         try:
             bring()
-        except torch.OutOfMemoryError:  # what was fetched ahead, or is kept, is worth less
-            for other in self.blocks:
-                if other is not block and other.may_leave:
-                    self.drop(other)
+        except torch.OutOfMemoryError:
+            self._drop_others(block, kept=True)
             bring()
+
+    def _drop_others(self, block: BlockWeights, *, kept: bool) -> None:
+        """What was fetched ahead, or, `kept`, what the plan keeps, is worth less than what is needed now."""
+        for other in self.blocks:
+            if other is not block and other.may_leave and (kept or not other.keep):
+                self.drop(other)
 
     # -- out -------------------------------------------------------------------------------------------------
     def write_back(self, *blocks: BlockWeights, only: Weight | None = None) -> None:

@@ -338,6 +338,25 @@ def test_an_alias_that_nobody_watches_keeps_its_block_and_is_said(caplog: pytest
     assert caplog.text.count("more weights are on the device than weights= allows") == 1
 
 
+def test_while_a_windows_blocks_cannot_leave_one_more_is_on_the_device() -> None:
+    with streamed(frozen=True) as pair:
+        residency = streaming_of(pair.handle).residency
+        block = residency.blocks[0]
+        held: list[Tensor] = []
+        hooks = [
+            layer.up.register_forward_hook(lambda module, args, output: held.append(module.weight.data))
+            for layer in pair.model.layers[:2]
+        ]
+        pair.model.layers[1](pair.model.layers[0](torch.randn(ROWS, WIDTH)))
+        for hook in hooks:
+            hook.remove()
+        for _ in range(2):
+            for layer in pair.model.layers[2:]:
+                layer(torch.randn(ROWS, WIDTH))
+                assert residency.present_bytes <= residency.window_bytes + block.nbytes
+        held.clear()
+
+
 def test_functional_calls_and_transforms() -> None:
     with streamed(frozen=True) as pair:
         x = torch.randn(ROWS, WIDTH)
