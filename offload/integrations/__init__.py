@@ -10,9 +10,12 @@ held is logged by the framework's own logging, by the names of `step_figures`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from offload.apply import Applied
 
-__all__ = ["step_figures"]
+__all__ = ["step_figures", "with_optimizer"]
 
 
 def step_figures(handle: Applied | None) -> dict[str, float]:
@@ -35,3 +38,21 @@ def step_figures(handle: Applied | None) -> dict[str, float]:
         "offload/peak_bytes": float(last.peak_bytes),
         "offload/stall_ms": last.stall_ms,
     }
+
+
+def with_optimizer(arguments: Mapping[str, Any], optimizers: Sequence[Any] = ()) -> dict[str, Any]:
+    """`arguments` for `apply`: optimizer=True becomes the trainer's own, out of accelerate's wrapper.
+
+    Raises ValueError for optimizer=True where the trainer has none or several.
+    """
+    found = dict(arguments)
+    if found.get("optimizer") is True:
+        if len(optimizers) != 1:
+            raise ValueError(
+                f"optimizer=True is the trainer's own, and there are {len(optimizers)}: give optimizer= the "
+                "one that steps the model"
+            )
+        (found["optimizer"],) = optimizers
+    if (optimizer := found.get("optimizer")) is not None:
+        found["optimizer"] = getattr(optimizer, "optimizer", optimizer)
+    return found

@@ -20,7 +20,7 @@ from torch import nn
 
 from offload.apply import Applied
 from offload.apply import apply as offload_apply
-from offload.integrations import step_figures
+from offload.integrations import step_figures, with_optimizer
 
 __all__ = ["apply", "log"]
 
@@ -39,9 +39,8 @@ def apply(accelerator: Accelerator, model: nn.Module, **arguments: Any) -> Appli
         raise ValueError(
             "activation_checkpointing_offload=True of the FSDP plugin moves the same inputs: leave it out"
         )
-    if (optimizer := arguments.get("optimizer")) is not None:
-        arguments["optimizer"] = getattr(optimizer, "optimizer", optimizer)  # out of accelerate's wrapper
-    return offload_apply(accelerator.unwrap_model(model, keep_torch_compile=False), **arguments)
+    model = accelerator.unwrap_model(model, keep_torch_compile=False)
+    return offload_apply(model, **with_optimizer(arguments))
 
 
 def log(

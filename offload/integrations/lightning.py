@@ -16,7 +16,7 @@ except ImportError:
     from pytorch_lightning import Callback
 
 from offload.apply import Applied, apply
-from offload.integrations import step_figures
+from offload.integrations import step_figures, with_optimizer
 from offload.modules.settings import WITHOUT_BLOCKS
 
 __all__ = ["OffloadCallback"]
@@ -28,7 +28,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
     module: name of the submodule that `training_step` calls, such as "model". "": the LightningModule itself,
         whose blocks are found; a mode that takes all saved tensors needs the name, as Lightning calls
         `training_step` and not the module.
-    arguments: those of `offload.apply`.
+    arguments: those of `offload.apply`; `optimizer=True` is the one of `configure_optimizers`.
 
     Raises ValueError when training starts, for what `apply` refuses; nothing has moved then.
     """
@@ -53,7 +53,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
             raise ValueError(
                 f"module={self._module!r} names no module of {type(pl_module).__name__}; it has {children}"
             )
-        self.handle = apply(found, **self._arguments)
+        self.handle = apply(found, **with_optimizer(self._arguments, trainer.optimizers))
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

@@ -16,7 +16,7 @@ from typing import Any, Self
 from transformers import TrainerCallback
 
 from offload.apply import Applied, apply, is_applied
-from offload.integrations import step_figures
+from offload.integrations import step_figures, with_optimizer
 from offload.telemetry.speaker import Once, speaker
 
 __all__ = ["OffloadCallback"]
@@ -67,9 +67,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
                 )
             return
         _check(args, self._arguments.get("mode"))
-        if (arguments := dict(self._arguments)).get("optimizer") is True:
-            arguments["optimizer"] = getattr(optimizer, "optimizer", optimizer)  # out of accelerate's wrapper
-        self.handle = apply(model, **arguments)
+        self.handle = apply(model, **with_optimizer(self._arguments, [optimizer]))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
         if "loss" not in logs:  # of an evaluation, or of the whole training
@@ -90,16 +88,19 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
 
 def _check(args: Any, mode: object) -> None:
     """ValueError for what the Trainer itself would do to the same tensors."""
-    checkpoints = dict(args.gradient_checkpointing_kwargs or {})
+    # Transformers 6 has the first name alone. Where there are both, the older mirrors it.
+    renamed = hasattr(args, "activation_checkpointing")
+    name = "activation_checkpointing" if renamed else "gradient_checkpointing"
+    checkpoints = dict(getattr(args, f"{name}_kwargs") or {})
     if getattr(args, "activation_offloading", False) or checkpoints.get("offload"):
         raise ValueError(
             f"{type(args).__name__} offloads activations itself, by activation_offloading=True or by "
-            "'offload' in gradient_checkpointing_kwargs, and so does OffloadCallback: use one of the two"
+            f"'offload' in {name}_kwargs, and so does OffloadCallback: use one of the two"
         )
-    if args.gradient_checkpointing and mode in ("auto", "selective"):
+    if getattr(args, name) and mode in ("auto", "selective"):
         raise ValueError(
-            f"gradient_checkpointing=True of {type(args).__name__}, which is TRL's default, recomputes all "
-            f"layers, and mode={mode!r} chooses what to recompute: set gradient_checkpointing=False"
+            f"{name}=True of {type(args).__name__}, which is TRL's default, recomputes all layers, and "
+            f"mode={mode!r} chooses what to recompute: set {name}=False"
         )
     if args.n_gpu > 1:
         raise ValueError(

@@ -1,8 +1,8 @@
 """offload.integrations against the real trainers. Each training is compared, bit for bit, with the same one
 without offload; saved tensors leave on a simulated device whose copies run as late as they may.
 
-transformers and accelerate are installed by scripts/env.sh. TRL, Lightning, axolotl and torchtitan are not:
-the tests of those run where somebody has installed them.
+transformers, accelerate and Lightning are installed by scripts/env.sh. TRL, axolotl, torchtitan and
+TensorBoard are not: test_trainers_wheels.py, in the slow run, runs the tests of those.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -227,13 +228,26 @@ def test_a_handle_of_before_the_trainer_is_logged_and_stays(
         OffloadCallback(handle, mode="groups")
 
 
+def test_figures_of_each_step_reach_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="test_trainers_wheels.py installs TensorBoard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    whole(tmp_path, OffloadCallback(min_numel=1), report_to="tensorboard")
+    (written,) = tmp_path.rglob("events.*")
+    found = EventAccumulator(str(written)).Reload()
+    for name in NAMES:
+        assert [one.step for one in found.Scalars(f"train/{name}")] == [1, 2, 3, 4]
+    assert all(one.value > 0 for one in found.Scalars("train/offload/to_host_bytes"))
+
+
 @pytest.mark.parametrize(
     ("mode", "named", "error"),
     [
-        ("auto", {"gradient_checkpointing": True}, "set gradient_checkpointing=False"),
+        ("auto", {"gradient_checkpointing": True}, "set activation_checkpointing=False"),
+        ("auto", {"activation_checkpointing": True}, "set activation_checkpointing=False"),
         (
             "groups",
-            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}},
+            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}},
             "TrainingArguments offloads activations itself",
         ),
         ("groups", {"activation_offloading": True}, "use one of the two"),
@@ -243,8 +257,10 @@ def test_a_handle_of_before_the_trainer_is_logged_and_stays(
 def test_what_the_trainer_would_do_to_the_same_tensors_is_refused_before_anything_moves(
     mode: Any, named: dict[str, Any], error: str, tmp_path: Path
 ) -> None:
-    known = {name: value for name, value in named.items() if name.startswith("gradient")}
+    known = {name: value for name, value in named.items() if "_checkpointing" in name}
     arguments = transformers.TrainingArguments(**settings(tmp_path, **known))
+    for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):  # not in transformers 6
+        vars(arguments).pop(name)
     for name in named.keys() - known.keys():  # of TRL's arguments, and of a machine of two GPUs
         setattr(arguments, name, named[name])
     model = llama()
@@ -337,7 +353,7 @@ def test_a_prepared_optimizers_state_waits_on_the_host() -> None:
 def test_trls_trainer_with_its_defaults_and_adapters_has_the_same_bits(tmp_path: Path) -> None:
     """SFTTrainer checkpoints layers by default: their inputs leave. Its own offloading beside ours is an
     error, as is a mode that would choose what to recompute."""
-    trl = pytest.importorskip("trl", reason="TRL is not installed by scripts/env.sh")
+    trl = pytest.importorskip("trl", reason="test_trainers_wheels.py installs TRL")
     peft = pytest.importorskip("peft")
     from datasets import Dataset
     from tokenizers import Tokenizer
@@ -380,12 +396,12 @@ def test_trls_trainer_with_its_defaults_and_adapters_has_the_same_bits(tmp_path:
         assert mode == "auto" or step_figures(callback.handle)["offload/to_host_bytes"] > 0
     with pytest.raises(ValueError, match="SFTConfig offloads activations itself"):
         trained(OffloadCallback(), offloads=True)
-    with pytest.raises(ValueError, match="gradient_checkpointing=True of SFTConfig"):
+    with pytest.raises(ValueError, match="activation_checkpointing=True of SFTConfig"):
         trained(OffloadCallback(mode="auto"))
 
 
 def test_a_lightning_module_fits_twice_breaks_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    pytest.importorskip("lightning", reason="Lightning is not installed by scripts/env.sh")
+    pytest.importorskip("lightning")
     import lightning.pytorch as pl
     from lightning.pytorch.loggers import CSVLogger
 
@@ -409,7 +425,8 @@ def test_a_lightning_module_fits_twice_breaks_and_resumes_with_the_same_bits(tmp
             self.log("val", self.model(input_ids=rows, labels=rows).loss)
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+            clips = self.trainer.precision == "32-true"  # elsewhere Lightning refuses what is fused
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=clips)
 
     def trained(folder: Path, callback: LightningCallback | None, **named: Any) -> State:
         def trainer(epochs: int) -> pl.Trainer:
@@ -438,12 +455,12 @@ def test_a_lightning_module_fits_twice_breaks_and_resumes_with_the_same_bits(tmp
         trainer(3).fit(module, loader, loader, ckpt_path=first.checkpoint_callback.best_model_path)
         return dict(module.state_dict())
 
-    for mode, named in [("groups", {}), (True, {"precision": "bf16-mixed"}), ("groups", {"strategy": "ddp"})]:
+    for mode, named in [("groups", {}), (True, {"precision": "bf16-mixed"}), (None, {"strategy": "ddp"})]:
         if named.get("strategy"):
             store = torch.distributed.HashStore()
             torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         plain = trained(tmp_path / f"plain{mode}{named}", None, **named)
-        callback = LightningCallback(module="model", mode=mode)
+        callback = LightningCallback(module="model", mode=mode, optimizer=mode is None or None)
         found = trained(tmp_path / f"ours{mode}{named}", callback, **named)
         assert all(torch.equal(found[name], wanted) for name, wanted in plain.items()), (mode, named)
         assert callback.handle is not None
@@ -454,12 +471,15 @@ def test_a_lightning_module_fits_twice_breaks_and_resumes_with_the_same_bits(tmp
     torch.distributed.destroy_process_group()
     with pytest.raises(ValueError, match="name the module that it calls"):
         LightningCallback(mode=True)
+    two = SimpleNamespace(optimizers=[torch.optim.AdamW(Module().parameters()) for _ in range(2)])
+    with pytest.raises(ValueError, match="optimizer=True is the trainer's own, and there are 2"):
+        LightningCallback(module="model", optimizer=True).on_train_start(two, Module())
     with pytest.raises(ValueError, match="module='modle' names no module of Module; it has model"):
         LightningCallback(module="modle").on_train_start(None, Module())
 
 
 def test_axolotls_yaml_is_mapped_and_switched_off_for_axolotl() -> None:
-    pytest.importorskip("axolotl", reason="axolotl is not installed by scripts/env.sh")
+    pytest.importorskip("axolotl", reason="test_trainers_wheels.py installs axolotl")
     from axolotl.integrations.base import PluginManager
     from axolotl.utils.dict import DictDefault
 
@@ -499,7 +519,7 @@ def test_axolotls_yaml_is_mapped_and_switched_off_for_axolotl() -> None:
 
 
 def test_torchtitans_trainer_has_the_same_bits_and_logs_the_figures(tmp_path: Path) -> None:
-    pytest.importorskip("torchtitan", reason="torchtitan is not installed by scripts/env.sh")
+    pytest.importorskip("torchtitan", reason="test_trainers_wheels.py installs torchtitan")
     script = Path(__file__).with_name("torchtitan_on_cpu.py")
     done = subprocess.run(
         [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
