@@ -89,6 +89,7 @@ setup(
             "transformers",
             "peft",
             "accelerate",
+            "lightning",
             # optimizers that the hybrid one has to step as they do
             "schedulefree",
             "prodigyopt",

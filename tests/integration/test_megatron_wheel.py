@@ -7,33 +7,21 @@ As far as a CPU can: its ranks talk over gloo, and megatron_on_cpu.py answers wh
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.once import made_once
+from tests.wheels import install, passed
 
-ROOT = Path(__file__).resolve().parents[2]
 WHEEL = "megatron-core==0.16.1"  # later ones need triton and einops beside them
 
 
 @pytest.fixture(scope="module")
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that it is installed in; torch and numpy are those of the tests."""
-    found: Path = made_once(tmp_path_factory, "megatron-core", _installed)
+    found: Path = made_once(tmp_path_factory, "megatron-core", lambda folder: install(folder, WHEEL))
     return found
-
-
-def _installed(folder: Path) -> Path:
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-    done = subprocess.run([*pip, "--target", str(folder), WHEEL], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"pip cannot install {WHEEL}: {done.stderr.strip().splitlines()[-1]}")
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -43,18 +31,4 @@ def _installed(folder: Path) -> Path:
 def test_megatrons_models_schedules_and_optimizer_run_unchanged(
     page: str, least: int, megatron: Path
 ) -> None:
-    paths = os.pathsep.join((str(ROOT), str(megatron)))
-    pytest_alone = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*pytest_alone, f"tests/integration/{page}"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    said = re.fullmatch(r"(\d+) passed.* in .*", done.stdout.strip().splitlines()[-1])
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert said is not None, done.stdout[-6000:]
-    assert "skipped" not in said[0]
-    assert int(said[1]) >= least
+    assert passed(megatron, f"tests/integration/{page}") >= least

@@ -1,8 +1,8 @@
 """torchtitan's own Trainer without a GPU, in the folder that it is started in: with its small Llama, with and
 without offload. The last line that it prints names the modes whose weights have the bits of none.
 
-torchtitan knows GPUs only. What it asks of one is answered here, and attention, which is compiled for one,
-runs as it is written.
+torchtitan knows GPUs only. What it asks of one is answered here, attention, which is compiled for one, runs
+as it is written, and triton, whose kernels are a GPU's, is a name while torchtitan is imported.
 """
 
 import json
@@ -30,6 +30,23 @@ class Cpu(types.ModuleType):
             "memory_stats": lambda *_: {},
         }
         return getattr(torch.cpu, name, known.get(name, lambda *_, **__: None))
+
+
+class Kernels(types.ModuleType):
+    """Decorates kernels, which nothing here starts."""
+
+    __path__ = ()
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_, **__):
+        return self
+
+    def __getitem__(self, _):
+        return self
 
 
 def assets(folder: Path) -> None:
@@ -77,7 +94,12 @@ def refused(arguments: dict, change) -> None:
 
 
 if __name__ == "__main__":
+    import torch._functorch.partitioners  # which finds that there is no triton, before there is a name
+    import torch._inductor.standalone_compile
     import torch.nn.attention.flex_attention as flex
+
+    names = ("triton", "triton.language")
+    sys.modules.update((name, Kernels(name)) for name in names)
     import torchtitan.tools.utils as tools
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -93,6 +115,8 @@ if __name__ == "__main__":
 
     from offload.integrations.torchtitan import offloaded
 
+    for name in names:
+        del sys.modules[name]
     FlexAttention._compiled_flex_attn = staticmethod(flex.flex_attention)
     ranks.set_pg_timeouts = lambda *_, **__: None
     assets(Path("tests/assets"))
