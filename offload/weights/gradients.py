@@ -127,8 +127,8 @@ class GradientStream(Client):
         self._open: dict[int, tuple[list[Gradient], Callable[[], object]]] = {}
         self._over: set[int] = set()  # blocks that the backward under way, or the last one, has used
         self._going: deque[BlockWeights] = deque()  # sent or read; that of longest ago first
-        # what a loop asks of `torch._foreach_norm`, and whether it has in this step
-        self._norms: tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]] | None = None
+        # what a loop asks of `torch._foreach_norm`, by dtype, and whether it has in this step
+        self._norms: dict[torch.dtype, tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]] = {}
         self._has_asked = False
         self._said = Once()
         self._handles: dict[Gradient, tuple[RemovableHandle, RemovableHandle]] = {}
@@ -309,10 +309,13 @@ class GradientStream(Client):
 
     def _take_norms(self, leaving: Iterable[Gradient]) -> None:
         """Those that the last step asked for, of gradients that go: another way in is saved. A tensor's norm
-        has the same bits in a list of any others."""
-        lane, asked = self._device.compute, self._norms
-        able = [each for each in leaving if asked and each.dirty and [*each.block.readers] == [id(lane)]]
-        if asked is not None and able:
+        has the same bits in a list of any others of its dtype."""
+        lane, kinds = self._device.compute, dict[torch.dtype, list[Gradient]]()
+        for each in leaving if self._norms else ():
+            if each.dirty and [*each.block.readers] == [id(lane)] and each.parameter.dtype in self._norms:
+                kinds.setdefault(each.parameter.dtype, []).append(each)
+        for dtype, able in kinds.items():
+            asked = self._norms[dtype]
             with torch._C.DisableTorchFunctionSubclass():
                 found = torch._foreach_norm([each.parameter for each in able], *asked[0], **dict(asked[1]))
             for gradient, norm in zip(able, found, strict=True):
@@ -323,7 +326,9 @@ class GradientStream(Client):
         """As GradientHolder: once, as who gets it may write it."""
         assert isinstance(weight, Gradient)
         with self._lock:
-            self._norms, self._has_asked = asked, True
+            if self._device.is_capturing():  # a replay would read it of a gradient that was
+                return None
+            self._norms[tensor.dtype], self._has_asked = asked, True
             found, weight.norm = weight.norm, None
             is_known = found is not None and found[:2] == (asked, self._device.compute)
             is_whole = tensor is weight.parameter and not weight.is_read_on_host
@@ -529,7 +534,7 @@ class GradientStream(Client):
     def end_step(self) -> ClientStats:
         """As Client."""
         self._settle()
-        self._norms, self._has_asked = self._norms if self._has_asked else None, False
+        self._norms, self._has_asked = self._norms if self._has_asked else {}, False
         moved, figures = self.residency.end_step(), self.figures
         if moved.in_bytes or moved.out_bytes:
             figures.steps += 1

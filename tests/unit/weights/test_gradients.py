@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils._foreach_utils import _has_foreach_support
 
 import offload
+from offload.engine import OffloadEngine
 from offload.errors import CaptureError, HostBudgetError, OffloadError
+from offload.optim import HybridDeviceOptimizer
 from offload.optim.touch import AwaitedGradient, AwaitedWeight
 from offload.weights.watched import StreamedGradient, StreamedWeight
 from tests.inside import gradients_of, streams_from
@@ -71,6 +73,36 @@ def weight_of(model: Any, layer: int = 3) -> Any:
 
 # -- accumulation --------------------------------------------------------------------------------------------
 @pytest.mark.req("S3-81")
+class _TwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, dtype=each) for each in (torch.double, torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype))  # type: ignore[arg-type]
+        return x
+
+
+def test_norms_are_taken_of_each_dtype_as_it_was_asked_for() -> None:
+    """That of half precision in float32, which torch refuses to take one of float64 in."""
+    with waiting(_TwoDtypes()) as pair:
+        engine, other = gradients_of(pair.handle)._engine, OffloadEngine(device="sim")
+        optimizers = [
+            HybridDeviceOptimizer(list(model.parameters()), 1.0, lr=1e-2, engine=each)
+            for model, each in ((pair.model, engine), (pair.plain, other))
+        ]
+        for _ in range(2):
+            x = torch.randn(ROWS, 64)
+            for model in (pair.model, pair.plain):
+                squares(model, x).backward()
+            kinds = {g.parameter.dtype for g in gradients_of(pair.handle).gradients if g.norm is not None}
+            assert torch.equal(*(each.clip_grad_norm_(0.1) for each in optimizers))
+        assert kinds == {torch.double, torch.bfloat16}
+        for optimizer in optimizers:
+            optimizer.close()
+
+
 @pytest.mark.parametrize("weights", [None, "host"])
 @pytest.mark.parametrize("mode", [False, "groups", "hidden_states", "checkpoint", "selective"])
 def test_microbatches_add_up_in_every_mode(mode: Any, weights: Any) -> None:
@@ -677,9 +709,12 @@ def test_an_address_is_refused_with_the_gradients_name() -> None:
             weight_of(pair.model).grad.data_ptr()
 
 
-def test_a_graph_over_them_is_refused() -> None:
+@pytest.mark.parametrize("read", [torch.sum, lambda gradient: nn.utils.get_total_norm([gradient])])
+def test_a_graph_over_them_is_refused(read: Callable[[Tensor], Tensor]) -> None:
     with waiting() as pair:
-        backward(pair)
-        device = gradients_of(pair.handle)._device
-        with pytest.raises(CaptureError, match="capture without gradients="), device.capture():
-            weight_of(pair.model).grad.sum()
+        for _ in range(2):  # the second time a norm is known
+            backward(pair)
+            device = gradients_of(pair.handle)._device
+            with pytest.raises(CaptureError, match="capture without gradients="), device.capture():
+                read(weight_of(pair.model).grad)
+            nn.utils.get_total_norm([weight_of(pair.model).grad])
