@@ -83,7 +83,7 @@ class Gradient(Weight):
     def take(self, tensor: Tensor, lane: Lane) -> None:
         """`tensor`, made on `lane`, is the gradient, and on the device."""
         block = self.block
-        self.parameter, self.norm = tensor, None
+        self.parameter = tensor
         self.rest()
         block.weights[:] = [self]
         block.present, block.pinned, block.home = True, False, lane

@@ -174,6 +174,23 @@ def test_a_norm_that_the_step_before_asked_for_is_taken_as_gradients_leave() -> 
         assert came[5] > 1.5 * scaled
 
 
+def test_a_norm_that_was_taken_answers_for_what_is_asked_and_once() -> None:
+    with waiting() as pair:
+        for order, of_parts in ((2.0, False), (2.0, True), (2.0, False), (1.0, False)):
+            backward(pair)
+            found = []
+            for model in (pair.model, pair.plain):
+                whole = [parameter.grad for parameter in model.parameters()]
+                parts = [gradient[:2] for gradient in whole if gradient is not None]
+                norms = torch._foreach_norm(parts, order) if of_parts else []
+                for gradients in (whole, whole):
+                    norms += torch._foreach_norm(gradients, order)
+                    torch._foreach_add_(torch._foreach_norm(gradients, order), 1.0)  # the caller's own
+                found.append(norms)
+            assert all(map(torch.equal, *found)), order
+            offload.step_end()
+
+
 def test_torch_takes_lists_of_what_is_watched_by_default() -> None:
     """Norms of a list and of a loop have other bits on a GPU."""
     device = torch.device("cuda")
