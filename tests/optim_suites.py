@@ -29,6 +29,8 @@ FRACTIONS = (0.0, 0.5, 1.0)
 STEPS, RESUMED = 6, 3
 
 Make = Callable[[list[dict[str, Any]]], Any]
+_of_the_class: dict[str, list[Tensor]] = {}
+"""Weights that a class by itself gives, by class and options: each fraction is compared with them."""
 
 
 def _model() -> nn.Sequential:
@@ -102,7 +104,12 @@ def bits_that_differ(
             groups, fraction, cls, bucket_bytes=2048, cpu_share=share, **copy.deepcopy(kwargs)
         )
 
-    expected = _trained(lambda groups: cls(groups, **copy.deepcopy(kwargs)), adds=adds, train=train)
+    key = f"{cls} {kwargs} {adds} {train}"
+    if key not in _of_the_class:
+        _of_the_class[key] = _trained(
+            lambda groups: cls(groups, **copy.deepcopy(kwargs)), adds=adds, train=train
+        )
+    expected = _of_the_class[key]
     found = _trained(hybrid, adds=adds, train=train)
     if all(map(torch.equal, found, expected)):
         return 0.0

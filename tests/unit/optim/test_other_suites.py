@@ -7,8 +7,6 @@ needs torchvision.
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,8 @@ import torch
 from torch.optim import Optimizer
 
 from offload.optim import HybridDeviceOptimizer
+from tests import optim_suites
+from tests.forks import forked
 from tests.optim_suites import FRACTIONS, bits_that_differ
 
 TIMMS: dict[str, dict[str, Any]] = {
@@ -77,15 +77,9 @@ def test_prodigy_has_its_own_bits(options: dict[str, Any]) -> None:
 
 
 def test_torchs_own_cases_have_its_bits() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.optim_suites"],
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    with forked(Path(optim_suites.__file__)) as process:
+        ended = process.ended(600.0)
+    assert ended.code == 0, ended.output + ended.errors
 
 
 class Averaging(torch.optim.SGD):
