@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from tests.forks import forked
 
 __all__ = [
     "NOT_IMPORTABLE",
@@ -105,32 +104,23 @@ def reports_of(
     A rank is `script rank ranks meeting_place *arguments`; it writes to meeting_place.rank, and exits with
     NOT_IMPORTABLE to skip.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = [
-        (
-            ranks,
-            rank,
-            subprocess.Popen(
-                [sys.executable, script, str(rank), str(ranks), str(folder / f"of{ranks}"), *arguments],
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            ),
-        )
-        for ranks in worlds
-        for rank in range(ranks)
-    ]
-    try:
+    with ExitStack() as stack:
+        started = [
+            (
+                ranks,
+                rank,
+                stack.enter_context(
+                    forked(Path(script), [str(rank), str(ranks), str(folder / f"of{ranks}"), *arguments])
+                ),
+            )
+            for ranks in worlds
+            for rank in range(ranks)
+        ]
         for _, _, process in started:
-            errors = process.communicate(timeout=SLOW_START)[1]
-            if process.returncode == NOT_IMPORTABLE:
-                pytest.skip(f"megatron.core is there but cannot be imported: {errors.splitlines()[-1]}")
-            assert process.returncode == 0, errors[-4000:]
-    finally:
-        for _, _, process in started:
-            process.kill()
-            process.wait()
+            ended = process.ended(SLOW_START)
+            if ended.code == NOT_IMPORTABLE:
+                pytest.skip(f"megatron.core is there but cannot be imported: {ended.errors.splitlines()[-1]}")
+            assert ended.code == 0, ended.errors[-4000:]
     return [
         (ranks, rank, json.loads((folder / f"of{ranks}.{rank}").read_text())) for ranks, rank, _ in started
     ]
