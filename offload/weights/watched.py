@@ -24,6 +24,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.graph import get_gradient_edge
 
 from offload.errors import OffloadError
@@ -276,7 +277,7 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             args, kwargs = _as_plain(args), _as_plain(kwargs)  # what a recompute saves shows that it is read
         result = untouched(func, args, kwargs)
         name = str(getattr(func, "__name__", ""))
-        out = [*watched_in(kwargs.get("out"), StreamedWeight)]
+        out = [*watched_in((kwargs.get("out"), *_written_by(func, args, kwargs)), StreamedWeight)]
         only_weights = "fused" in name and kwargs.get("grad_scale") is None
         for tensor, weight, version in zip(found, owners, versions, strict=True):
             silent = ("fused" in name and not (only_weights and weight.is_gradient)) or "_amp_" in name
@@ -284,6 +285,17 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if silent or any(tensor is each for each in out) or _version(tensor) != version:
                 holder_of(weight).wrote(weight)
         return _aliases_in(result, owners)
+
+
+def _written_by(func: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[Any]:
+    """What an operator writes, as its schema says: one of torch.library moves no version."""
+    if isinstance(func, OpOverloadPacket):
+        for name in func.overloads():
+            yield from _written_by(getattr(func, name), args, kwargs)
+    elif isinstance(func, OpOverload):
+        for at, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield args[at] if at < len(args) else kwargs.get(argument.name)
 
 
 def _known_norms(args: Any, kwargs: Any) -> dict[int, Tensor]:

@@ -302,6 +302,14 @@ def test_a_read_gives_the_gradient(read: str) -> None:
         backward(pair)
 
 
+def _doubled(tensor: Tensor) -> None:
+    tensor.data.mul_(2)  # which has a version of its own
+
+
+_OPERATORS = torch.library.Library("offload_tests", "FRAGMENT")
+_OPERATORS.define("double_(Tensor(a!) x) -> ()")
+_OPERATORS.impl("double_", _doubled, "CompositeExplicitAutograd")
+
 WRITES: dict[str, Callable[[Any], object]] = {
     "scaled": lambda p: p.grad.mul_(0.5),
     "a row": lambda p: p.grad[0].zero_(),
@@ -314,6 +322,8 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "deleted": lambda p: delattr(p, "grad"),
     "out": lambda p: torch.add(p.grad, 1, out=p.grad),
     "foreach": lambda p: torch._foreach_mul_([p.grad], 3.0),
+    "an operator": lambda p: torch.ops.offload_tests.double_(p.grad),
+    "an operator, by name": lambda p: torch.ops.offload_tests.double_.default(x=p.grad),
 }
 
 
