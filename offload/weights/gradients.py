@@ -315,9 +315,12 @@ class GradientStream(Client):
             if each.dirty and [*each.block.readers] == [id(lane)] and each.parameter.dtype in self._norms:
                 kinds.setdefault(each.parameter.dtype, []).append(each)
         for dtype, able in kinds.items():
-            asked = self._norms[dtype]
-            with torch._C.DisableTorchFunctionSubclass():
-                found = torch._foreach_norm([each.parameter for each in able], *asked[0], **dict(asked[1]))
+            asked, tensors = self._norms[dtype], [each.parameter for each in able]
+            try:
+                with torch._C.DisableTorchFunctionSubclass():
+                    found = torch._foreach_norm(tensors, *asked[0], **dict(asked[1]))
+            except torch.OutOfMemoryError:  # who asks has them taken then
+                continue
             for gradient, norm in zip(able, found, strict=True):
                 self._device.note_read(lane, gradient.on_device)
                 gradient.norm = asked, lane, norm
