@@ -400,7 +400,9 @@ def test_trls_trainer_with_its_defaults_and_adapters_has_the_same_bits(tmp_path:
         trained(OffloadCallback(mode="auto"))
 
 
-def test_a_lightning_module_fits_twice_breaks_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_lightning_module_fits_twice_breaks_and_resumes_with_the_same_bits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     pytest.importorskip("lightning")
     import lightning.pytorch as pl
     from lightning.pytorch.loggers import CSVLogger
@@ -471,6 +473,9 @@ def test_a_lightning_module_fits_twice_breaks_and_resumes_with_the_same_bits(tmp
     torch.distributed.destroy_process_group()
     with pytest.raises(ValueError, match="name the module that it calls"):
         LightningCallback(mode=True)
+    assert "no figures:" not in caplog.text
+    LightningCallback(weights="host")
+    assert "no figures: what moves no saved tensor" in caplog.text
     two = SimpleNamespace(optimizers=[torch.optim.AdamW(Module().parameters()) for _ in range(2)])
     with pytest.raises(ValueError, match="optimizer=True is the trainer's own, and there are 2"):
         LightningCallback(module="model", optimizer=True).on_train_start(two, Module())
