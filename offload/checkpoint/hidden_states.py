@@ -176,12 +176,17 @@ class RecomputedCall:
             group.send()
             group.close(None)
             raise
-        group.send()
-        reads = group.reads()
-        if reads is not None and not is_sharded(modules):
-            self._split = SplitCall(reads, self._module).hooks()
-            self._split.__enter__()
         self._region, self._group = region, group
+        try:
+            group.send()
+            reads = group.reads()
+            if reads is not None and not is_sharded(modules):
+                split = SplitCall(reads, self._module).hooks()
+                split.__enter__()
+                self._split = split
+        except BaseException:
+            self._close(None, *sys.exc_info())
+            raise
         self._given = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
     def end(self, output: Any) -> None:

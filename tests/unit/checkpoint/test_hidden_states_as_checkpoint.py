@@ -44,6 +44,24 @@ def test_the_recompute_stops_at_the_last_saved_tensor(manager: Manager) -> None:
     assert ran == ["end"] * BLOCKS  # of the forwards only
 
 
+def test_a_copy_that_cannot_be_issued_leaves_no_hooks(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block's input is on its way out before its forward begins, which does not then."""
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    model = build()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(manager.engine.device), "copy", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            train_step(model, manager)
+    assert not hooks_left()
+    step_end()
+    compared(model, manager)
+
+
 def test_a_block_that_does_not_repeat_itself_raises_torchs_error(manager: Manager) -> None:
     calls: list[None] = []  # of an attribute that is bound anew the recompute has the forward's value
 
