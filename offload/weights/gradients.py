@@ -311,7 +311,7 @@ class GradientStream(Client):
         """Those that the last step asked for, of gradients that go: another way in is saved. A tensor's norm
         has the same bits in a list of any others of its dtype."""
         lane, kinds = self._device.compute, dict[torch.dtype, list[Gradient]]()
-        for each in leaving if self._norms else ():
+        for each in leaving if self._norms and not self._autocasts else ():
             if each.dirty and [*each.block.readers] == [id(lane)] and each.parameter.dtype in self._norms:
                 kinds.setdefault(each.parameter.dtype, []).append(each)
         for dtype, able in kinds.items():
@@ -325,11 +325,16 @@ class GradientStream(Client):
                 self._device.note_read(lane, gradient.on_device)
                 gradient.norm = asked, lane, norm
 
+    @property
+    def _autocasts(self) -> bool:
+        return torch.is_autocast_enabled(self._device.torch_device.type)
+
     def take_norm(self, weight: Weight, tensor: Tensor, asked: Any) -> Tensor | None:
         """As GradientHolder: once, as who gets it may write it."""
         assert isinstance(weight, Gradient)
         with self._lock:
-            if self._device.is_capturing():  # a replay would read it of a gradient that was
+            # a replay would read it of a gradient that was, and autocast widens what some norms are made of
+            if self._device.is_capturing() or self._autocasts:
                 return None
             self._norms[tensor.dtype], self._has_asked = asked, True
             found, weight.norm = weight.norm, None

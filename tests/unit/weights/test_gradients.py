@@ -200,6 +200,20 @@ def test_a_norm_that_was_taken_answers_for_what_is_asked_and_once() -> None:
             offload.step_end()
 
 
+def test_norms_asked_under_autocast_are_made_there() -> None:
+    with waiting() as pair:
+        for _ in range(2):
+            backward(pair)
+            found = []
+            for model in (pair.model, pair.plain):
+                gradients = [parameter.grad for parameter in model.parameters()]
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    found.append(nn.utils.get_total_norm(gradients))
+            assert torch.equal(*found)
+            assert gradients_of(pair.handle)._norms == {}
+            offload.step_end()
+
+
 def test_torch_takes_lists_of_what_is_watched_by_default() -> None:
     """Norms of a list and of a loop have other bits on a GPU."""
     device = torch.device("cuda")
