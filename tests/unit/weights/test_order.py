@@ -59,6 +59,14 @@ def test_an_evaluation_in_between_has_an_order_of_its_own() -> None:
     assert [*islice(order.coming(), 5)] == [1, 2, 2, 1, 0]
 
 
+def test_a_guess_is_no_use() -> None:
+    """The first one is new, also where the guess ends with it."""
+    order = Order()
+    order.expect(uses("F"))
+    assert order.note(Use(2, Pass.FORWARD))
+    assert [*order.coming()] == []
+
+
 def test_a_step_is_foretold_by_the_last_one_where_two_uses_do_not_tell() -> None:
     """The first rank of a pipeline: after a forward comes a forward or a backward."""
     order, step = Order(), uses("FFBFBFBB")
