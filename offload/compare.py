@@ -276,7 +276,7 @@ def _clear(engine: OffloadEngine, config: Any, put_back: Callable[[], None]) -> 
 
 
 def _of_ranks(mine: Any) -> list[Any]:
-    """Of each rank, once all have called."""
+    """What each rank gives, once all have called."""
     found: list[Any] = [mine]
     if dist.is_available() and dist.is_initialized():
         found *= dist.get_world_size()

@@ -107,14 +107,15 @@ class Trainer:
         return begin, backward, self.clock.mark()
 
     def digest(self) -> str:
-        """Of this rank's shards."""
+        """A digest of this rank's shards."""
         found = hashlib.sha256()
         for parameter in self.model.parameters():
-            found.update(parameter.detach().to_local().cpu().contiguous().view(torch.uint8).numpy())  # type: ignore[attr-defined]
+            shard = parameter.detach().to_local().cpu().contiguous()  # type: ignore[attr-defined]
+            found.update(shard.view(torch.uint8).numpy())
         return found.hexdigest()
 
     def pinned_bytes(self) -> int:
-        """By torch and by the engine."""
+        """Pinned bytes that torch and the engine hold."""
         of_torch = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if self.clock.cuda else 0
         return of_torch + (0 if self.engine is None else self.engine.arena.held_bytes)
 

@@ -38,7 +38,8 @@ Overlap = Literal["step", "forward", "backward"]
 GRADIENTS_BEHIND_BYTES, GRADIENTS_BEHIND_SHARE = 2 << 30, 16
 """Of gradients on the device whose step in the backward has not ended, a sixteenth of a GPU's memory: the
 link is behind by then. It has these to do while compute waits, or has no gradients, as in the next forward. A
-7 B on one H100: 2,407 ms with 2 GiB, 2,311 with 7."""
+7 B on one H100: 2,407 ms with 2 GiB, 2,311 with 7 (scripts/bench_weights.py --work full). Without a GPU it is
+2 GiB."""
 
 _OPEN: weakref.WeakSet[StepRunner] = weakref.WeakSet()
 """Runners of all optimizers that are not closed."""

@@ -112,9 +112,10 @@ class Copier:
         return event
 
     def _let_pass(self, lane: Lane) -> None:
-        """`lane` goes on behind the copies of h2d that nothing holds up. A GPU's copy engine stays with a
-        stream that has copies queued: one H100, torch 2.11, weights waited 118 ms beside state of optimizers
-        that was queued 20 ms deep."""
+        """`lane` goes on behind the copies of h2d that nothing holds up. No hazard is behind this edge, it is
+        for time alone: a GPU's copy engine stays with a stream that has copies queued. One H100, torch 2.11:
+        weights waited 118 ms beside state of optimizers that was queued 20 ms deep (docs/log.md, 2026-11-26).
+        """
         if self.device.is_capturing():
             return
         coming, poll = self._on_h2d, self.device.poll

@@ -308,8 +308,9 @@ class GradientStream(Client):
         self._trim()
 
     def _take_norms(self, leaving: Iterable[Gradient]) -> None:
-        """Those that the last step asked for, of gradients that go: another way in is saved. A tensor's norm
-        has the same bits in a list of any others of its dtype."""
+        """Take the norms that the last step asked for, of gradients that go and that no other lane uses:
+        another way in is saved. In each backward, as nobody says which one is the last. A tensor's norm has
+        the same bits in a list of any others of its dtype."""
         lane, kinds = self._device.compute, dict[torch.dtype, list[Gradient]]()
         for each in leaving if self._norms and not self._autocasts else ():
             if each.dirty and [*each.block.readers] == [id(lane)] and each.parameter.dtype in self._norms:
@@ -330,7 +331,7 @@ class GradientStream(Client):
         return torch.is_autocast_enabled(self._device.torch_device.type)
 
     def take_norm(self, weight: Weight, tensor: Tensor, asked: Any) -> Tensor | None:
-        """As GradientHolder: once, as who gets it may write it."""
+        """As GradientHolder. Each is given once, as who gets it may write it."""
         assert isinstance(weight, Gradient)
         with self._lock:
             # a replay would read it of a gradient that was, and autocast widens what some norms are made of

@@ -98,7 +98,7 @@ class Residency:
     """The device's share of some blocks. client: whose copies they are. cap: of the limits, what bounds
     `window_bytes`: blocks that the plan does not keep, on the device at once. policy: decides in the plan's
     place. callers: threads that may read beside a forward. Called under the engine's lock; blocks the host:
-    only in `flush` and `drop`."""
+    only in `flush`, `drop` and `use`."""
 
     def __init__(
         self,
@@ -379,7 +379,8 @@ class Residency:
 
     def use(self, block: BlockWeights, order: Iterable[int], weights: Sequence[Weight] | None = None) -> bool:
         """The current lane is about to read these of the block's weights, or all, whose steps are issued.
-        Whether the block was there, or on its way. Order: [Order: weights here]."""
+        Whether the block was there, or on its way. Blocks the host as `_in_room`. Order: [Order: weights
+        here]."""
         device, found = self.device, block.present
         order = () if found and not block.staged else [*order]
         if not found:

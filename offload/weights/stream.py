@@ -150,7 +150,7 @@ class WeightStream(Client):
 
     # -- forwards of blocks ----------------------------------------------------------------------------------
     def enter(self, block: BlockWeights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Close:
-        """As Holder. Blocks the host: only as `Residency.drop` does."""
+        """As Holder. Blocks the host: as `_used` and `Residency.use` do."""
         with self._lock:
             during = Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE
             self._used(block, during, block.weights)

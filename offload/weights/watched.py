@@ -299,7 +299,7 @@ def _written_by(func: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[An
 
 
 def _known_norms(args: Any, kwargs: Any) -> dict[int, Tensor]:
-    """By place in the list."""
+    """The norms that were taken as gradients left, by place in the list that is asked about."""
     asked, found = (tuple(args[1:]), tuple(sorted(kwargs.items()))), {}
     for at, tensor in enumerate(args[0]):
         if isinstance(tensor, StreamedGradient):

@@ -30,7 +30,7 @@ _MESSAGES, _PRODUCTS = 9, 40
 """Timed sends of each kind; products that a busy sender goes on with."""
 
 _SUMMED_BYTES, _SUMS, _REPEATS = 256 << 20, 10, 3
-"""Of one all-reduce; how many are timed at once, and how often."""
+"""Bytes of one all-reduce; how many are timed at once, and how often."""
 
 
 def machine_facts(request: Request, rank: Rank, min_elements: int) -> dict[str, Any]:

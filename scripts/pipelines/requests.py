@@ -21,7 +21,8 @@ gradients stay, or wait on the host as well, which is what `apply` does by itsel
 KINDS = ("links", "nothing", "ours", *STREAMED, "auto", "attention", "verify")
 """Of "auto" the limit is of all active bytes: a device_total."""
 LEAST_STREAMED_LAYERS = 4
-"""Of a virtual stage: one block computes while the next arrives, so half of fewer cannot stay away."""
+"""Layers of a virtual stage, at least: one block computes while the next arrives, so half of fewer cannot
+stay away."""
 LIMITED_SHARES = (0.5, 0.25)
 """Default limits, of what the first rank under 1F1B would hold: half, which later ranks hardly notice, and a
 quarter."""
@@ -39,7 +40,7 @@ class RowRequest:
     """The same as a share of what the first rank under 1F1B saves at most; turned into bytes once that is
     known."""
     streamed: tuple[str, ...] = ()
-    """Of "verify": kinds of STREAMED that are compared as well."""
+    """Kinds of STREAMED that "verify" compares as well."""
 
     @property
     def label(self) -> str:

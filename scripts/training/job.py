@@ -82,7 +82,7 @@ class Job:
         self.manager.set_order(self.actions)
         self.optimizer = self._new_optimizer()
         self._streams: list[Applied] = []
-        """Of each stage, while its weights stream."""
+        """The handle of each stage, while its weights stream."""
         self.switch(True)
         self.trace: Trace | None = None
         """Of a step that was asked to be traced."""
