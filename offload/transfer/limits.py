@@ -105,6 +105,7 @@ class Watcher(Protocol):
 class _Bound(NamedTuple):
     nbytes: int | None
     replaces: tuple[str, ...] = ()
+    is_own: bool = False
 
 
 class Contributor:
@@ -113,15 +114,19 @@ class Contributor:
     def __init__(self, limits: Limits, name: str, is_plan: bool) -> None:
         self.limits, self.name, self.is_plan = limits, name, is_plan
 
-    def bound(self, cap: Cap, nbytes: int | None, *, replaces: tuple[str, ...] = ()) -> None:
+    def bound(
+        self, cap: Cap, nbytes: int | None, *, replaces: tuple[str, ...] = (), is_own: bool = False
+    ) -> None:
         """Contribute this bound in place of the one before. nbytes: None bounds nothing. replaces: names of
-        contributors whose bounds of this cap do not hold beside it."""
-        self.limits._change(self, {cap: _Bound(nbytes, replaces)})
+        contributors whose bounds of this cap do not hold beside it. is_own: of a cap that is of each model,
+        this model's own, which binds no other one (`least`)."""
+        self.limits._change(self, {cap: _Bound(nbytes, replaces, is_own)})
 
     def least(self, cap: Cap) -> int | None:
-        """The least bound of a cap that is of each model: without those of others of this name."""
-        given = [(who, bound) for (who, what), bound in self.limits._bounds.copy().items() if what == cap]
-        mine = {(who, cap): bound for who, bound in given if who is self or who.name != self.name}
+        """The least bound of a cap that is of each model: without the own ones of other contributors,
+        whatever their names."""
+        given = self.limits._bounds.copy()
+        mine = {key: bound for key, bound in given.items() if key[0] is self or not bound.is_own}
         return self.limits._least(mine, cap)[0]
 
     def end(self) -> None:
@@ -250,7 +255,7 @@ class Limits:
         given = [(bound, who.name) for (who, what), bound in bounds.items() if what == cap]
         given.append((_Bound(self._derived(cap)), DEFAULT))
         replaced = {name for bound, _ in given for name in bound.replaces}
-        held = [(nbytes, name) for (nbytes, _), name in given if nbytes is not None and name not in replaced]
+        held = [(b.nbytes, name) for b, name in given if b.nbytes is not None and name not in replaced]
         return min(held, default=(None, ""))
 
     def _derived(self, cap: Cap) -> int | None:

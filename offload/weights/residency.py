@@ -135,7 +135,7 @@ class Residency:
     def bound(self, window_bytes: int, least_bytes: int) -> None:
         """The window of a plan. Others may bound it lower, to `least_bytes`."""
         self._planned_bytes, self._least_bytes = window_bytes, min(window_bytes, least_bytes)
-        self._share.bound(self._cap, window_bytes)
+        self._share.bound(self._cap, window_bytes, is_own=True)
         self.follow_limits()
 
     def follow_limits(self) -> bool:

@@ -54,17 +54,19 @@ def test_two_contributors_of_one_name_are_two() -> None:
     assert (limits.device_limit_bytes, limits.held_by("device_limit_bytes")) == (None, "")
 
 
-def test_of_a_cap_of_each_model_another_models_bound_does_not_hold_and_others_do() -> None:
+@pytest.mark.parametrize("name", ["conductor", "weights"])
+def test_of_a_cap_of_each_model_another_models_own_bound_does_not_hold_and_others_do(name: str) -> None:
+    """Also the bound of somebody who calls himself what the models' contributors are called."""
     limits = of()
     first, second = limits.contributor("weights"), limits.contributor("weights")
-    first.bound("weights_window_bytes", 2 * KIB)
-    second.bound("weights_window_bytes", 3 * KIB)
-    first.bound("gradients_window_bytes", 1)
+    first.bound("weights_window_bytes", 2 * KIB, is_own=True)
+    second.bound("weights_window_bytes", 3 * KIB, is_own=True)
+    first.bound("gradients_window_bytes", 1, is_own=True)
     assert (first.least("weights_window_bytes"), second.least("weights_window_bytes")) == (2 * KIB, 3 * KIB)
     assert limits.weights_window_bytes == 2 * KIB
-    limits.contributor("conductor").bound("weights_window_bytes", KIB)
+    limits.contributor(name).bound("weights_window_bytes", KIB)
     assert first.least("weights_window_bytes") == second.least("weights_window_bytes") == KIB
-    assert limits.held_by("weights_window_bytes") == "conductor"
+    assert limits.held_by("weights_window_bytes") == name
 
 
 def test_a_bound_that_stands_in_for_another_names_it() -> None:

@@ -134,8 +134,8 @@ def test_the_limits_can_lower_the_window_and_another_models_does_not() -> None:
             5 * BLOCK_BYTES,
             "weights",
         )
-        another, share = limits.contributor("weights"), limits.contributor("test")
-        another.bound("weights_window_bytes", 1)
+        another, share = limits.contributor("other"), limits.contributor("weights")  # identity decides
+        another.bound("weights_window_bytes", 1, is_own=True)
         for most, window in ((None, 5), (4, 4), (0, 2)):  # one that computes, one that arrives
             share.bound("weights_window_bytes", most and most * BLOCK_BYTES)
             pair.stream.end_step()
@@ -144,7 +144,7 @@ def test_the_limits_can_lower_the_window_and_another_models_does_not() -> None:
             assert torch.equal(pair.model(x), pair.plain(x))
             assert residency.present_bytes_peak == residency.window_bytes == window * BLOCK_BYTES
         another.end()
-        assert (limits.weights_window_bytes, limits.held_by("weights_window_bytes")) == (0, "test")
+        assert (limits.weights_window_bytes, limits.held_by("weights_window_bytes")) == (0, "weights")
         share.end()
         pair.train(4)
         pair.handle.remove()
