@@ -47,6 +47,7 @@ from offload.modules.settings import (
     RECOMPUTING,
     WITHOUT_BLOCKS,
     check_arguments,
+    checkpoints_off,
     forget_compiled,
     gpu_bytes,
     heads_of,
@@ -469,7 +470,7 @@ def apply(
     if mode == "auto" and any(is_checkpointing(module) for module in model.modules()):
         raise ValueError(
             f"{type(model).__name__} checkpoints its layers itself, and mode='auto' chooses what to "
-            "recompute; call gradient_checkpointing_disable() on the model first"
+            f"recompute; write {checkpoints_off(model)}"
         )
     total_bytes = argument_bytes(device_total, name="device_total", of_bytes=gpu_bytes())
     auto = _planner_here(before, total_bytes) if mode == "auto" else None

@@ -76,8 +76,8 @@ class MixedCalls(RecomputedCalls):
     def _checkpointed(self, module: nn.Module) -> GroupCall | None:
         self._root.say_once(
             "auto",
-            "%s checkpoints its layers itself: mode='auto' moves their inputs, and chooses nothing. Call "
-            "gradient_checkpointing_disable() on the model before apply()",
+            "%s checkpoints its layers itself: mode='auto' moves their inputs, and chooses nothing. Write %s",
+            self._root.checkpoints_off,
         )
         return super()._checkpointed(module)
 

@@ -130,7 +130,8 @@ class RecomputedCalls:
             self._root.say_once(
                 "selective",
                 "%s checkpoints its layers itself, and recomputes all of them: mode='selective' keeps "
-                "nothing. Call gradient_checkpointing_disable() on the model",
+                "nothing. Write %s",
+                self._root.checkpoints_off,
             )
         return self._root.open_group(HIDDEN_STATES, required=True) if self._moves else None
 

@@ -37,7 +37,7 @@ from offload.groups.scope import GroupScope
 from offload.modules.blocks import Blocks
 from offload.modules.hooks import CallsUnderWay, output_tensors
 from offload.modules.peak import BACKWARD, HEAD, PeakWatch
-from offload.modules.settings import is_checkpointing
+from offload.modules.settings import checkpoints_off, is_checkpointing
 from offload.modules.steps import Steps
 from offload.saved.handles import Handle
 from offload.saved.hooks import InstalledScope, inside_checkpoint
@@ -114,6 +114,7 @@ class ModelRoot:
         self.recomputes = False  # its blocks say themselves what checkpoints of others mean for them
         self.min_elements = min_elements
         self.forwards = 0  # with gradients
+        self.checkpoints_off = checkpoints_off(model)  # what to write for it
         self._model = weakref.ref(model)
         self._name = type(model).__name__
         self._blocks = {name: group for group, modules in blocks.items() for name in modules}
@@ -217,10 +218,10 @@ class ModelRoot:
             if self._expects_checkpoints and not self.recomputes:
                 self.say_once(
                     "checkpoints",
-                    "%s runs its layers in checkpoints of its own (gradient_checkpointing): they run twice, "
-                    "and only their inputs leave, not what they save. To move that instead, switch them off: "
-                    "gradient_checkpointing=False for a Trainer, or gradient_checkpointing_disable() on the "
-                    "model. To recompute, switch them off too, and choose mode='auto' or 'hidden_states'",
+                    "%s runs its layers in checkpoints of its own: they run twice, and only their inputs "
+                    "leave, not what they save. To move that instead, switch them off: %s. To recompute, "
+                    "switch them off too, and choose mode='auto' or 'hidden_states'",
+                    self.checkpoints_off,
                 )
         return self._expects_checkpoints
 

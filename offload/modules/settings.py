@@ -24,6 +24,7 @@ __all__ = [
     "WITHOUT_BLOCKS",
     "call_if_there",
     "check_arguments",
+    "checkpoints_off",
     "forget_compiled",
     "gpu_bytes",
     "heads_of",
@@ -164,6 +165,14 @@ def is_adapter(name: str) -> bool:
 def is_checkpointing(module: nn.Module) -> bool:
     """Whether it is a module of transformers that runs its own forward, or its layers, in checkpoints."""
     return getattr(module, "gradient_checkpointing", False) is True
+
+
+def checkpoints_off(model: nn.Module) -> str:
+    """What switches a model's own checkpoints off, by the names of the library that it is from."""
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # since transformers 5.23, before
+        if any(hasattr(module, f"{name}_disable") for module in model.modules()):
+            return f"{name}_disable() on the model before apply(), or {name}=False of a Trainer's arguments"
+    return "gradient_checkpointing = False on each module that has it, before apply()"
 
 
 def call_if_there(model: nn.Module, method: str) -> Any:

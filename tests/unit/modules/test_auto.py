@@ -345,10 +345,20 @@ def test_two_totals_for_one_device_are_an_error_with_both(manager: PipelineOfflo
     offload.apply(second, "auto", device_total="2GB").remove()
 
 
-def test_a_model_that_checkpoints_its_layers_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("methods", "call"),
+    [
+        ((), r"gradient_checkpointing = False on each module"),
+        (("gradient",), r"write gradient_checkpointing_disable\(\) .* gradient_checkpointing=False of"),
+        (("gradient", "activation"), r"write activation_checkpointing_disable\(\)"),  # transformers 5.23
+    ],
+)
+def test_a_model_that_checkpoints_its_layers_is_refused(methods: tuple[str, ...], call: str) -> None:
     model = Model()
     model.layers[0].gradient_checkpointing = True
-    with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
+    for name in methods:
+        setattr(model, f"{name}_checkpointing_disable", None)
+    with pytest.raises(ValueError, match=call):
         offload.apply(model, "auto")
 
 
