@@ -18,11 +18,8 @@ except ImportError:
 from offload.apply import Applied, apply
 from offload.integrations import step_figures, with_optimizer
 from offload.modules.settings import WITHOUT_BLOCKS
-from offload.telemetry.speaker import speaker
 
 __all__ = ["OffloadCallback"]
-
-logger = speaker(__name__)
 
 
 class OffloadCallback(Callback):  # type: ignore[misc]
@@ -42,12 +39,6 @@ class OffloadCallback(Callback):  # type: ignore[misc]
                 f"mode={arguments['mode']!r} takes what the forward of a module saves, and Lightning calls "
                 "training_step() of the LightningModule, not its forward: name the module that it calls, as "
                 "in OffloadCallback(module='model', ...)"
-            )
-        others = any(map(arguments.get, ("weights", "gradients", "optimizer")))
-        if others and not module and not arguments.get("mode"):
-            logger.warning(
-                "no figures: what moves no saved tensor counts steps by a module's forward, and Lightning "
-                "calls training_step(): name the module, as in OffloadCallback(module='model', ...)"
             )
         self.handle: Applied | None = None
         self._module = module

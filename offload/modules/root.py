@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from offload.checkpoint.members import inner_modules
 from offload.checkpoint.net import Watch
@@ -297,7 +298,7 @@ class ModelRoot:
         return GroupCall(manager, handler, group, manager.engine.hooks.push(owner))
 
     # -- step ------------------------------------------------------------------------------------------------
-    def step_ends(self) -> None:
+    def step_ends(self, by: Optimizer | None) -> None:
         """Say once which blocks did not run, or that nothing of the model did."""
         if self.end_seen:
             self.peak.step_ends()

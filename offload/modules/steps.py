@@ -6,6 +6,8 @@ when an optimizer that holds a parameter of such a model begins its `step()`, ou
 - A wrapped optimizer calls a second `step()` inside the first: by then no forward has begun since, and a step
   without one is none.
 - An optimizer that steps in the backward, once a parameter, ends nothing.
+- Where no activations move, and a module inside the model is called, no forward is seen: one optimizer's
+  `step()` ends what has come since its last one (`WeightsRoot`).
 - A GradScaler may skip `step()`: the next one ends both steps together.
 - Where no end was ever seen, a forward that finds no saved tensor alive ends the step before it; where a
   pipeline's stages announce their chunks, only the forward of one that this step has had already. Such an
@@ -53,8 +55,9 @@ class Root(Protocol):
     def is_running(self) -> bool:
         """Whether its forward is under way."""
 
-    def step_ends(self) -> None:
-        """A step is about to end. An optimizer of this model that begins its `step()` tells it first."""
+    def step_ends(self, by: Optimizer | None) -> None:
+        """A step is about to end. An optimizer of this model that begins its `step()` tells it first. by:
+        that optimizer, or another model's; None for a guess."""
 
 
 class Steps:
@@ -102,7 +105,7 @@ class Steps:
             and not (root.end_seen or manager.inside_announced_forward)
             and next(manager.living_blocks(), None) is None
         ):
-            self._end(manager, guessed=True)
+            self._end(manager, by=None)
         manager.begin_inferred_forward(root.stage, min_elements)
 
     @untraced
@@ -121,18 +124,18 @@ class Steps:
                 root.end_seen = ended = True
         if ended:
             manager = self._manager()
-            self._end(manager, guessed=False)
+            self._end(manager, by=optimizer)
             if not returns and (sees := manager.engine.on_phase) is not None:
                 self._sees = sees
                 sees(Phase.OPTIMIZER)
 
-    def _end(self, manager: GroupsManager, *, guessed: bool) -> None:
-        """Where another thread ends the step already, a guess adds nothing."""
-        if not self._ending.acquire(blocking=not guessed):
+    def _end(self, manager: GroupsManager, *, by: Optimizer | None) -> None:
+        """by: None for a guess. Where another thread ends the step already, that adds nothing."""
+        if not self._ending.acquire(blocking=by is not None):
             return
         try:
             for root in self.roots():
-                root.step_ends()
-            manager.end_inferred_step(guessed=guessed)
+                root.step_ends(by)
+            manager.end_inferred_step(guessed=by is None)
         finally:
             self._ending.release()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from offload.groups.manager import GroupsManager
 from offload.modules.hooks import CallsUnderWay
@@ -40,6 +41,8 @@ class WeightsRoot:
         self.stage = 0
         self.end_seen = False
         self.calls = CallsUnderWay()
+        self._is_called = False  # by a forward with gradients
+        self._stepped = weakref.WeakSet[Optimizer]()  # since the last step, where it is not
         self._model = weakref.ref(model)
         self._steps = steps
         self._manager = manager
@@ -55,11 +58,20 @@ class WeightsRoot:
         model = self._model()
         return iter(()) if model is None else model.parameters()
 
-    def step_ends(self) -> None:
-        """As Root."""
+    def step_ends(self, by: Optimizer | None) -> None:
+        """As Root. Where a module inside the model is called, no forward is seen: a step is what lies between
+        two steps of one optimizer, whatever others step meanwhile or inside of it."""
+        if self._is_called or by is None or not self.end_seen:
+            return
+        if not self._stepped or by in self._stepped:
+            self._stepped.clear()
+            self._manager().begin_inferred_forward(self.stage, None)
+            self._manager().end_inferred_forward()
+        self._stepped.add(by)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._here.forwards == 0:
+            self._is_called = self._is_called or torch.is_grad_enabled()
             self._steps.forward_begins(self, None)
         self._here.forwards += 1
 

@@ -13,6 +13,7 @@ from types import EllipsisType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from offload import marks
 from offload.apply import infer_steps, is_declined
@@ -114,7 +115,7 @@ class _StageRoot:
         nobody = module is None or marks.existing_manager() is None
         return iter(()) if nobody or module is None else module.parameters()
 
-    def step_ends(self) -> None:
+    def step_ends(self, by: Optimizer | None) -> None:
         """Nothing to say: each chunk was announced."""
 
 

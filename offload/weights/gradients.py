@@ -125,6 +125,7 @@ class GradientStream(Client):
         self._made: list[tuple[Gradient, Lane, bool]] = []
         # by graph task: what torch is about to add to, and the call at its end, which lives as long as it
         self._open: dict[int, tuple[list[Gradient], Callable[[], object]]] = {}
+        self._is_settled = False  # since the last backward
         self._over: set[int] = set()  # blocks that the backward under way, or the last one, has used
         self._going: deque[BlockWeights] = deque()  # sent or read; that of longest ago first
         # what a loop asks of `torch._foreach_norm`, by dtype, and whether it has in this step
@@ -169,6 +170,7 @@ class GradientStream(Client):
         with self._lock:
             if torch._C._current_graph_task_id() == -1:  # no recompute
                 self._settle()
+                self._is_settled = True
                 if torch.is_grad_enabled() and not self.removed:
                     self._over.clear()
                     self._fetch_ahead()
@@ -240,6 +242,9 @@ class GradientStream(Client):
             if task not in self._open:
                 if not self._open:
                     self._over.clear()
+                    if not self._is_settled:  # a module inside the model was called
+                        self._settle()
+                self._is_settled = False
                 self._open[task] = [], self._at_end(task, last=False)
             if not self.reduced_later:
                 self._send_made(gradient)

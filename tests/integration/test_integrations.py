@@ -457,12 +457,16 @@ def test_a_lightning_module_fits_twice_breaks_and_resumes_with_the_same_bits(
         trainer(3).fit(module, loader, loader, ckpt_path=first.checkpoint_callback.best_model_path)
         return dict(module.state_dict())
 
-    for mode, named in [("groups", {}), (True, {"precision": "bf16-mixed"}), (None, {"strategy": "ddp"})]:
+    for mode, name, named in [
+        ("groups", "model", {}),
+        (True, "model", {"precision": "bf16-mixed"}),
+        (None, "", {"strategy": "ddp"}),
+    ]:
         if named.get("strategy"):
             store = torch.distributed.HashStore()
             torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         plain = trained(tmp_path / f"plain{mode}{named}", None, **named)
-        callback = LightningCallback(module="model", mode=mode, optimizer=mode is None or None)
+        callback = LightningCallback(module=name, mode=mode, optimizer=mode is None or None)
         found = trained(tmp_path / f"ours{mode}{named}", callback, **named)
         assert all(torch.equal(found[name], wanted) for name, wanted in plain.items()), (mode, named)
         assert callback.handle is not None
@@ -473,9 +477,6 @@ def test_a_lightning_module_fits_twice_breaks_and_resumes_with_the_same_bits(
     torch.distributed.destroy_process_group()
     with pytest.raises(ValueError, match="name the module that it calls"):
         LightningCallback(mode=True)
-    assert "no figures:" not in caplog.text
-    LightningCallback(weights="host")
-    assert "no figures: what moves no saved tensor" in caplog.text
     two = SimpleNamespace(optimizers=[torch.optim.AdamW(Module().parameters()) for _ in range(2)])
     with pytest.raises(ValueError, match="optimizer=True is the trainer's own, and there are 2"):
         LightningCallback(module="model", optimizer=True).on_train_start(two, Module())

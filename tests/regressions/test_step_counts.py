@@ -208,6 +208,19 @@ def test_a_report_has_the_optimizer_steps_of_its_loop(
     assert found.total.peak_bytes >= found.last.peak_bytes > 0
 
 
+@pytest.mark.parametrize("loop", LOOPS[:-1], ids=lambda loop: loop.__name__)
+def test_weights_alone_count_the_steps_of_a_model_whose_inner_module_is_called(
+    loop: Callable[[Model], tuple[int, int, int]],
+) -> None:
+    """As Lightning's training_step() calls it: the report said that no step had ended."""
+    model = build()
+    around = nn.Sequential(model)
+    handle = offload.apply(around, optimizer=torch.optim.Adam(around.parameters()))
+    evaluate(around)
+    steps, _, _ = loop(model)
+    assert handle.report().total.steps == steps
+
+
 def test_the_figures_of_a_step_in_parts_are_sums_and_its_peaks_the_largest() -> None:
     ledger = Ledger()
     for peak_bytes in (5, 9):

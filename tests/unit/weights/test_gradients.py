@@ -730,13 +730,16 @@ def test_what_cannot_be_is_an_error_and_nothing_has_changed() -> None:
         assert not any(parameter._backward_hooks for parameter in model.parameters())
 
 
-def test_figures_are_told() -> None:
+@pytest.mark.parametrize("called", [True, False])
+def test_figures_are_told(called: bool) -> None:
+    """Where a module inside the model is called, and not the model, what was cleared came back in vain."""
+    loss = squares if called else lambda model, x: squares(model.forward, x)
     with waiting() as pair:
         assert "no step has ended yet" in str(pair.handle.explain())
         ours, its = pair.optimizers(fused=True)
         for _ in range(2):
             for _ in range(2):
-                backward(pair)
+                backward(pair, loss)
             for optimizer in (ours, its):
                 optimizer.step()
                 optimizer.zero_grad()
