@@ -83,6 +83,8 @@ class Job:
         self.optimizer = self._new_optimizer()
         self._streams: list[Applied] = []
         """The handle of each stage, while its weights stream."""
+        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        """Of mode auto, while they are off: a module's hooks, and what was in them."""
         self.switch(True)
         self.trace: Trace | None = None
         """Of a step that was asked to be traced."""
@@ -235,11 +237,17 @@ class Job:
         return torch.stack([loss.detach().double() for loss in losses]).mean().item() if losses else math.nan
 
     def switch(self, offloads: bool) -> None:
-        """Turn offload on or off. Without it all weights are on the device."""
+        """Turn offload on or off. Without it all weights are on the device, and no block is recomputed: while
+        only the manager is off, mode auto recomputes them all."""
         (self.manager.enable_offload if offloads else self.manager.disable_offload)()
+        while offloads and self._hooks:
+            hooks, kept = self._hooks.pop()
+            hooks.update(kept)
         if not offloads:
             while self._streams:
                 self._streams.pop().remove()
+            if self.options.auto and not self._hooks:
+                self._hooks = [pair for module in self.modules.values() for pair in _take_hooks(module)]
         elif self.options.weights is not None and not self._streams:
             asked, stages = self.options.weights, len(self.modules)
             size = asked if asked == "host" else f"{int(float(asked) * 1e9 / stages)}B"
@@ -427,3 +435,12 @@ def _check_same_text(text: Text, rank: Rank) -> None:
             f"the ranks read different text ({', '.join(map(str, fingerprints))}); give all of them the same "
             "files with --data"
         )
+
+
+def _take_hooks(model: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
+    """Each module's hooks, which are empty from now on, and what was in them."""
+    found = [hooks for each in model.modules() for hooks in (each._forward_pre_hooks, each._forward_hooks)]
+    taken = [(hooks, dict(hooks)) for hooks in found if hooks]
+    for hooks, _ in taken:
+        hooks.clear()
+    return taken

@@ -111,7 +111,7 @@ def _build(device: str) -> Model:
 
 def _train(model: nn.Module, seed: int, device: str) -> list[Tensor]:
     """Gradients of each step and the last weights, as far as this rank has them. seed: of its data."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # some are DTensors, some are not
     seen: list[Tensor] = []
     for step in range(STEPS):
         for microbatch in range(MICROBATCHES):

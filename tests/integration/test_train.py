@@ -212,6 +212,33 @@ def test_two_equal_arms_take_equally_long(tmp_path: Path) -> None:
     assert "offload report" not in output
 
 
+def test_without_offload_nothing_is_recomputed_beside_mode_auto(tmp_path: Path) -> None:
+    counted = tmp_path / "counted.py"
+    counted.write_text(
+        "import os, runpy, sys\n"
+        "from collections import Counter\n"
+        "from offload.marks import default_manager\n"
+        "from parallel.transformer import Block\n"
+        f"sys.argv[0] = {str(TRAIN)!r}\n"
+        "calls, forward = Counter(), Block.forward\n"
+        "def counting(block, *args):\n"
+        "    calls[default_manager().do_offload] += 1\n"
+        "    return forward(block, *args)\n"
+        "Block.forward, leave = counting, os._exit\n"
+        "os._exit = lambda code: leave(print('calls', *map(calls.get, (False, True)), flush=True) or code)\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    total = ["--offload", "auto", "--device-total-gb", "0.00025"]
+    arguments = ["--device", "cpu", "--steps", "3", "--compare", "2", "--microbatches", "2", *total, *SMALL]
+    with forked(counted, arguments) as process:
+        code, output, errors = process.ended()
+    assert code == 0, errors
+    assert "The losses of all 3 steps are equal in all 4 runs, bit for bit" in output
+    off, on = map(int, re.search(r"calls (\d+) (\d+)", output).groups())  # type: ignore[union-attr]
+    assert off == 4 * 2 * 3 * 2, "layers, microbatches, steps, runs"
+    assert on > off
+
+
 def test_the_end_of_a_run_is_checked_reported_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture, telemetry = tmp_path / "step.png", tmp_path / "steps.jsonl"
