@@ -116,7 +116,10 @@ class HostedSteps:
         is_ready = functools.partial(self._engine.device.poll, released)
         for bucket in buckets:
             if isinstance(bucket, StreamedBucket):
-                step = functools.partial(bucket.step, self._streamed.ring, released)
+                # sent when the next bucket's slot is free: it has to wait for that anyway, and others' copies
+                # on d2h for a bucket fewer than the ring has slots
+                ring = self._streamed.ring
+                step = functools.partial(bucket.step, ring, released, ring.wait_for_slot)
                 self._submit(self._streamer, bucket, is_ready, step)
 
     def _submit(self, worker: Worker, bucket: HostBucket, is_ready: Callable[[], bool], step: Job) -> None:

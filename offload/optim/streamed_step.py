@@ -49,7 +49,7 @@ invariant: the host's bytes of a bucket are read only after `d2h` wrote them in 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,9 +110,10 @@ class StreamedBucket(HostBucket):
     def _as_copied(self, gradient: Tensor, member: ParamView) -> Tensor:
         return gradient.to(self.master_dtype) if self.weights_on_host else gradient
 
-    def step(self, ring: Ring, released: Event) -> None:
-        """Fetch the state, step, send the state back. Blocks the host: never. Order: all notes above.
-        released: recorded on compute behind the gradients and all reads of the weights."""
+    def step(self, ring: Ring, released: Event, before_out: Callable[[], object] = int) -> None:
+        """Fetch the state, step, send the state back. Blocks the host in `before_out` alone, which is called
+        before the state is sent. Order: all notes above. released: recorded on compute behind the gradients
+        and all reads of the weights."""
         device, layout, slot = self.device, self.layout, ring.next_slot()
         device.wait(ring.inward, slot.free, "ring")
         if self._state_out is not None:
@@ -166,6 +167,7 @@ class StreamedBucket(HostBucket):
                     device.note_write(ring.lane, _bytes_of(weight))
                 self._compute(pieces, gradients, weights, fresh)
                 stepped = device.record(ring.lane)
+            before_out()
             device.wait(device.d2h, stepped, "state out")
             self._state_out = slot.free = self.copies.send(outward)
             here = any(claim is not None and claim.on_device is not None for claim in self.claims)

@@ -30,6 +30,7 @@ from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
 from offload.optim.cpu_step import CpuBucket
 from offload.params.ring import Ring
+from offload.transfer.copier import OwnedCopies
 from tests.optim_pair import OVERLAPS, Overlap, assert_same, copies, hybrid, torchs
 from tests.unit.optim.rig import backward, batch, net
 
@@ -113,14 +114,23 @@ def test_an_optimizer_that_is_dropped_gives_its_host_memory_back(overlap: Overla
 def test_the_limits_can_lower_how_many_buckets_are_under_way(
     bound: int | None, state: int, gradients: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of state, in the ring, and of gradients that left ahead of the CPU; one at least."""
-    engine, used, ahead = OffloadEngine(device=SimDevice(executor="late")), [], [0]
+    """Of state, in the ring, and of gradients that left ahead of the CPU; one at least. State of two buckets
+    at most is on its way out, which is what others' copies wait for."""
+    engine, used, ahead, out = OffloadEngine(device=SimDevice(executor="late")), [], [0], [0]
     engine.limits.contributor("test").bound("buckets_in_flight", bound)
     next_slot, copy_out, step = Ring.next_slot, CpuBucket.copy_gradients, CpuBucket.step
+    send, events = OwnedCopies.send, list[Any]()
 
     def counted(ring: Ring) -> Any:
         used.append(1 + sum(not ring.device.poll(slot.free) for slot in ring._slots))
         return next_slot(ring)
+
+    def sent(copies: OwnedCopies, pairs: Any, lane: Any = None) -> Any:
+        queued, event = sum(not engine.device.poll(other) for other in events), send(copies, pairs, lane)
+        if threading.current_thread().name == "optimizer-stream":
+            events.append(event)
+            out.append(queued + 1)
+        return event
 
     def copied(bucket: CpuBucket, made: Any) -> None:
         ahead.append(ahead[-1] + 1)
@@ -131,6 +141,7 @@ def test_the_limits_can_lower_how_many_buckets_are_under_way(
         step(bucket, scratch)
 
     monkeypatch.setattr(Ring, "next_slot", counted)
+    monkeypatch.setattr(OwnedCopies, "send", sent)
     monkeypatch.setattr(CpuBucket, "copy_gradients", copied)
     monkeypatch.setattr(CpuBucket, "step", stepped)
     for share in SHARES:
@@ -143,7 +154,7 @@ def test_the_limits_can_lower_how_many_buckets_are_under_way(
                 own.step()
         assert all(map(torch.equal, copies(model), copies(plain)))
         optimizer.close()
-    assert (max(used), max(ahead)) == (state, gradients)
+    assert (max(used), max(ahead), max(out)) == (state, gradients, min(state, 2))
 
 
 # -- "forward": what a weight on its way is ------------------------------------------------------------------
