@@ -1,8 +1,8 @@
 """offload.integrations against the real trainers. Each training is compared, bit for bit, with the same one
 without offload; saved tensors leave on a simulated device whose copies run as late as they may.
 
-transformers, accelerate and Lightning are installed by scripts/env.sh. TRL, axolotl, torchtitan and
-TensorBoard are not: test_trainers_wheels.py, in the slow run, runs the tests of those.
+transformers, accelerate and Lightning are installed by scripts/env.sh. TRL, axolotl, torchtitan, TensorBoard
+and wandb are not: test_trainers_wheels.py, in the slow run, runs the tests of those.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -238,6 +239,23 @@ def test_figures_of_each_step_reach_tensorboard(tmp_path: Path) -> None:
     for name in NAMES:
         assert [one.step for one in found.Scalars(f"train/{name}")] == [1, 2, 3, 4]
     assert all(one.value > 0 for one in found.Scalars("train/offload/to_host_bytes"))
+
+
+def test_figures_of_each_step_reach_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An offline run needs no account. What it was given, and the summary that wandb made of it."""
+    wandb = pytest.importorskip("wandb", reason="test_trainers_wheels.py installs wandb")
+    for name, value in {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    with patch.object(wandb.Run, "log", autospec=True, side_effect=wandb.Run.log) as log:
+        whole(tmp_path, OffloadCallback(min_numel=1), report_to="wandb")
+    *steps, _ = [call.args[1] for call in log.call_args_list]  # the last is of the whole training
+    summary = dict(wandb.run.summary)
+    wandb.finish()
+    assert [values["train/global_step"] for values in steps] == [1, 2, 3, 4]
+    for name in NAMES:
+        assert summary[f"train/{name}"] == steps[-1][f"train/{name}"]
+        assert all(f"train/{name}" in values for values in steps)
+    assert all(values["train/offload/to_host_bytes"] > 0 for values in steps)
 
 
 @pytest.mark.parametrize(
