@@ -68,6 +68,7 @@ class WeightFigures:
     | expert_weights | that stream by the expert | |
     | expert_hits, expert_misses | as hits and misses, of single experts of those weights | |
     | counts_ms | in the last step, the host waited for the numbers of rows of experts | ms |
+    | calls_ms | in the last step, the host waited for calls of other threads that read weights | ms |
     | steps | that have ended with a use | |
     | compute_ms | of the step that was measured, without waits | ms |
     | next_gb_ms | what a GB more of weights= would take off a step, by calculation | ms |
@@ -89,6 +90,7 @@ class WeightFigures:
     expert_hits: int = 0
     expert_misses: int = 0
     counts_ms: float = 0.0
+    calls_ms: float = 0.0
     steps: int = 0
     compute_ms: float | None = None
     next_gb_ms: float | None = None
@@ -123,6 +125,10 @@ class WeightFigures:
             f"host; {self.hits:,} uses found their block there or on its way, {self.misses:,} did not; "
             f"compute waited {self.stall_ms:,.1f} ms in the step before"
         )
+        if self.calls_ms >= 0.05:  # 0.1 as it is written
+            lines.append(
+                f"  the host waited {self.calls_ms:,.1f} ms for calls of other threads that read weights"
+            )
         if self.expert_weights:
             lines.append(
                 f"  {self.expert_weights} weights stream by the expert: {self.expert_hits:,} uses of experts "

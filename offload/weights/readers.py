@@ -40,6 +40,7 @@ class Readers:
     def __init__(self) -> None:
         self._known: set[int] = set()
         self._waits: Places = {}
+        self.waited_s = 0.0  # of the host, in `await_calls`
 
     def note(self) -> None:
         """The current thread reads or writes a weight from outside of its block. A backward's does so while
@@ -67,14 +68,15 @@ class Readers:
     def await_calls(self, before: Places) -> None:
         """Wait until each thread has left the place where it stood before. Blocks the host, at most
         `PATIENCE_S`."""
-        end = time.monotonic() + PATIENCE_S
+        begun = time.monotonic()
         while before:
             now = self.places()
             before = {t: at for t, at in before.items() if now.get(t) == at != self._waits.get(t)}
-            if time.monotonic() > end:
+            if time.monotonic() > begun + PATIENCE_S:
                 self._waits |= before
-                return
+                break
             time.sleep(1e-4)
+        self.waited_s += time.monotonic() - begun
 
 
 def _is_seen(code: CodeType) -> bool:

@@ -468,8 +468,9 @@ class WeightStream(Client):
             figures.in_bytes, figures.out_bytes, figures.stall_ms, _ = moved
             figures.hits, figures.misses = self._hits, self._misses
             figures.expert_hits, figures.expert_misses = window.hits, window.misses
-            figures.counts_ms = experts.waited_s * 1e3
+            figures.counts_ms, figures.calls_ms = experts.waited_s * 1e3, self._readers.waited_s * 1e3
         self._hits = self._misses = 0
+        self._readers.waited_s = 0.0
         window.hits, window.misses, experts.waited_s = 0, 0, 0.0
         self.order.step_ends()
         if self.residency.follow_limits():

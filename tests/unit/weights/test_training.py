@@ -577,6 +577,9 @@ def test_bytes_are_freed_behind_a_call_of_another_thread_that_began_inside_the_f
         over.set()
         thread.join()
         assert waits or torch.equal(found[0], pair.plain.layers[1].weight.sort().values)
+        pair.stream.end_step()
+        assert not waits or pair.stream.figures.calls_ms >= 10
+        assert not waits or "for calls of other threads that read weights" in str(pair.handle.report())
 
 
 @pytest.mark.parametrize("frozen", [False, True])
