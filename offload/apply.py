@@ -168,7 +168,7 @@ class Applied:
         if self._start is None:
             return replace(report(gather=gather), remark=nothing)
         peak = self._root.peak.text() if isinstance(self._root, ModelRoot) else ""
-        found = replace(self._start.report(gather=gather), peak=peak)
+        found = replace(self._start.report(gather=gather), peak=peak, recomputes=self.recomputes)
         weights, gradients = self.weights, self.gradients
         if self.mode == "checkpoint" or (self.mode is False and not (weights or gradients)):
             found = replace(found, remark=found.remark or nothing)

@@ -69,6 +69,9 @@ class Report:
     peak: str = ""
     """In which phase of a step the device's memory is highest, where `apply` has seen it."""
 
+    recomputes: int = 0
+    """Forwards of blocks that backwards ran again, whole or in part, in a report of a handle."""
+
     kinds: Mapping[str, KindFigures] = field(default_factory=dict)
     """What each kind held and waited for in the last step: activations, weights, gradients, optimizer."""
 
@@ -142,6 +145,7 @@ class Report:
             "since": self.since,
             "verdict": self.verdict,
             "peak": self.peak,
+            "recomputes": self.recomputes,
             "kinds": {kind: asdict(figures) for kind, figures in self.kinds.items()},
             "weights": None if self.weights is None else self.weights.as_dict(),
             "gradients": None if self.gradients is None else asdict(self.gradients),
@@ -157,6 +161,10 @@ class Report:
         others = self._streamed is not None or (self.remark and moved)
         if self.last is None or (others and not self.total.groups):
             return ""
+        if self.recomputes and not self.total.saved_bytes:
+            steps = self.total.steps
+            did = f"{self.recomputes:,} forwards of blocks recomputed in {steps:,} steps, 0 B moved"
+            return f"offload: {did}\n{self._next(self.last)}"
         line = verdict(
             held_bytes=self.last.peak_bytes,
             without_bytes=self.last.would_hold_bytes,

@@ -106,6 +106,8 @@ def _answer(figures: Mapping[str, Any], simulated: bool) -> dict[str, str]:
         return {"state": "unknown", "word": "No step has ended yet."}
     moved = [last["moved_bytes"]] if last else []
     moved += [kind["out_bytes"] + kind["in_bytes"] for kind in kinds]
+    if not any(moved) and figures["recomputes"] and not figures["saved_bytes"]:
+        return {"state": "unknown", "word": "Blocks were recomputed, and nothing left the device."}
     if not any(moved):
         by_plan = last and last["by_plan_bytes"] == last["kept_bytes"] > 0
         return {"state": "unknown" if by_plan else "no", "word": "Nothing left the device in the last step."}

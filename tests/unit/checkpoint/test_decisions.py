@@ -7,6 +7,7 @@ does. Only a recompute runs in one."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -390,7 +391,7 @@ def test_a_block_that_decides_nothing_runs_under_a_mode_in_its_first_call_only(
 
 
 def test_mode_checkpoint_recomputes_blocks_and_moves_nothing_of_a_block_that_decides_nothing(
-    manager: PipelineOffloadManager,
+    manager: PipelineOffloadManager, tmp_path: Path
 ) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
@@ -405,7 +406,12 @@ def test_mode_checkpoint_recomputes_blocks_and_moves_nothing_of_a_block_that_dec
     assert all(map(torch.equal, gradients(applied, manager), expected))
     assert calls == ["0", "1", "2", "2", "0"] * 3
     assert (manager.stats.spill_bytes, handle.report().total.moved_bytes) == (0, 0)
-    assert "mode='checkpoint', as it was asked: no saved tensor of Sequential leaves" in str(handle.report())
+    report = handle.report()
+    assert report.as_dict()["recomputes"] == 6
+    assert str(report).startswith("offload: 6 forwards of blocks recomputed in 3 steps, 0 B moved\n")
+    assert "mode='checkpoint', as it was asked: no saved tensor of Sequential leaves" in str(report)
+    report.save(tmp_path / "report.html")
+    assert "Blocks were recomputed, and nothing left the device." in (tmp_path / "report.html").read_text()
 
 
 def test_scores_larger_than_the_blocks_input_are_recomputed(manager: PipelineOffloadManager) -> None:
