@@ -10,6 +10,8 @@ from unittest.mock import patch
 
 from offload.apply import Applied
 from offload.device.sim import SimDevice
+from offload.disk.stored import Stored
+from offload.disk.tier import DiskTier
 from offload.disk.worker import Worker
 from offload.engine import OffloadEngine
 from offload.memory.arena import Block
@@ -19,6 +21,7 @@ from offload.transfer.limits import CONFIG, DEFAULT, PLAN, Cap, Contributor
 from offload.weights import choose
 from offload.weights.experts import ExpertWeight
 from offload.weights.gradients import GradientStream
+from offload.weights.keep import least_window
 from offload.weights.stream import WeightStream
 from offload.weights.window import Window
 
@@ -61,6 +64,11 @@ def has_work(worker: Worker[Any]) -> bool:
     return bool(worker._queue) or worker._num_running > 0
 
 
+def read_ahead(disk: DiskTier) -> list[Stored]:
+    """Whose host bytes a reader may take."""
+    return [*disk._ahead]
+
+
 def streaming_of(handle: Applied) -> WeightStream:
     """The stream of a handle with weights=."""
     assert handle._stream is not None
@@ -80,6 +88,15 @@ def by_expert(handle: Applied) -> list[ExpertWeight]:
 def window_of(handle: Applied) -> Window:
     """Their memory on the device."""
     return streaming_of(handle).experts.window
+
+
+def share_with_experts(handle: Applied, nbytes: int) -> None:
+    """Their memory from here on, beside what blocks take at the least."""
+    stream = streaming_of(handle)
+    stream.experts.window.share(nbytes)
+    stream.limit_bytes = max(
+        stream.limit_bytes, least_window(stream._sizes) + stream.experts.window.room_bytes
+    )
 
 
 def gradients_of(handle: Applied) -> GradientStream:

@@ -91,7 +91,6 @@ class VariedSteps:
         """For the steps that come; None where too little is known, or they do not vary. A search, which tries
         `start` first, where the one before is too old; about 1 s of host time."""
         if not self.lengths.vary:
-            self._planned = None
             return None
         may_come = [step for step in reversed(self._timed) if self.lengths.may_come_again(step.amounts)]
         longest = max(may_come, key=lambda step: len(step.actions), default=None)

@@ -23,7 +23,7 @@ from offload.device.sim import ExecutorName, SimDevice
 from offload.engine import OffloadEngine
 from offload.errors import HazardError
 from offload.groups.manager import GroupsManager
-from tests.inside import by_expert, leave_out, streaming_of, streams_from, window_of
+from tests.inside import by_expert, leave_out, share_with_experts, streaming_of, streams_from, window_of
 
 WIDTH, HIDDEN = 16, 8
 
@@ -330,7 +330,7 @@ def test_random_routings_have_the_bits_of_plain_torch(
     with streaming(SimDevice(executor=executor, seed=experts), model) as handle:
         for number, (routing, room) in enumerate(zip(steps, rooms, strict=False)):
             if weights := by_expert(handle):
-                window_of(handle).share(room * weights[0].each)
+                share_with_experts(handle, room * weights[0].each)
             step(models, routing, number)
             with torch.no_grad():
                 x = torch.randn(sum(routing[0]), WIDTH)

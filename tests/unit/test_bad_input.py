@@ -461,7 +461,7 @@ def test_write_in_place_to_what_was_saved_is_the_error_that_autograd_would_raise
     manager: PipelineOffloadManager,
 ) -> None:
     init_chunk_handler(None, None, 1)
-    leaf = torch.randn(4, 16, requires_grad=True)
+    leaf = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
     x = group_start(leaf * 1, "a")
     with offload_hooks():
         y = x * x
@@ -470,7 +470,7 @@ def test_write_in_place_to_what_was_saved_is_the_error_that_autograd_would_raise
     with pytest.raises(
         RuntimeError,
         match=(
-            r"modified by an inplace operation: torch\.float32 \[4, 16\] is at version 1, "
+            r"modified by an inplace operation: torch\.float64 \[4, 16\] is at version 1, "
             r"expected version 0"
         ),
     ):

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from offload import OffloadConfig, OffloadEngine, OffloadError
 from offload.device.sim import SimDevice
 from offload.disk.tier import DiskTier
 from offload.transfer.admission import Priority
-from tests.inside import has_work
+from tests.inside import has_work, read_ahead
 from tests.property.disk_steps import SteppedWorker, step_disk
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
 
@@ -190,6 +191,13 @@ def test_two_reads_are_under_way_at_once_and_their_time_is_counted_once(
 
     monkeypatch.setattr(file, "write", together(file.write))
     monkeypatch.setattr(file, "read", together(file.read))
+    copies, locked = disk_of(rig).copies, set()
+
+    def now() -> float:
+        locked.add(copies.writes._lock.locked() or copies.reads._lock.locked())
+        return time.monotonic()
+
+    monkeypatch.setattr("offload.disk.copies.time", SimpleNamespace(monotonic=now))
     inputs = leaves(2)
     began = time.monotonic()
     with rig.group():
@@ -201,6 +209,7 @@ def test_two_reads_are_under_way_at_once_and_their_time_is_counted_once(
     counts = disk_of(rig).end_step()
     assert (counts.write_bytes, counts.read_bytes) == (2 * NBYTES, 2 * NBYTES)
     assert 0.04 <= counts.write_s + counts.read_s <= time.monotonic() - began
+    assert locked == {True}, "two threads count one after the other"
     rig.end()
     rig.engine.close()
 
@@ -222,6 +231,17 @@ def test_a_tensor_that_is_freed_before_its_write_is_never_written(rig: Rig) -> N
     gradients(sines, leaves(3), rig)
     stats = rig.end()
     assert (stats.spilled, stats.disk_write_bytes, stats.disk_bytes_peak) == (3, 0, 0)
+
+
+def test_a_tensor_that_is_freed_while_it_is_read_ahead_is_forgotten(rig: Rig) -> None:
+    with rig.group():
+        result = sines(*leaves(2))
+    write_out(rig)
+    disk_of(rig).bring(rig.blocks(), required=False)
+    assert len(read_ahead(disk_of(rig))) == 2
+    del result
+    rig.end()
+    assert read_ahead(disk_of(rig)) == []
 
 
 def test_captured_graphs_stay_in_host_memory(rig: Rig) -> None:

@@ -54,13 +54,15 @@ def test_ten_steps_equal_the_optimizer_itself(
     assert_same_bits(trained(model, wrapped(model, cls, executor=executor, **options), 10), expected)
 
 
-def test_parameters_that_change_their_group_are_stepped_with_its_values() -> None:
-    """Nothing new has to be placed then: the groups alone are others."""
+def test_parameters_that_join_or_change_their_group_are_stepped_with_its_values() -> None:
+    """More join than there were; where they change nothing has to be placed, the groups alone are others."""
     found = []
     for make in (lambda inner: inner, lambda inner: FSDPGPUOptimizerWrapper(inner, "cpu", bucket_bytes=2048)):
         model = net()
         first, *others = model.parameters()
-        optimizer = make(Adam([{"params": [first], "lr": 0.1}, {"params": others}], lr=1e-3, fused=True))
+        optimizer = make(Adam([{"params": [first], "lr": 0.1}], lr=1e-3, fused=True))
+        trained(model, optimizer, 1)
+        optimizer.add_param_group({"params": others})
         trained(model, optimizer, 1)
         one, other = optimizer.param_groups
         one["params"], other["params"] = [others[0]], [first, *others[1:]]

@@ -11,6 +11,7 @@ import torch
 
 from offload import OffloadConfig, OffloadEngine
 from offload.device.sim import SimDevice
+from tests.inside import impose
 from tests.unit.spill.timed import peak_without, timed_steps
 from tests.unit.spill.training import (
     MIB,
@@ -124,6 +125,10 @@ def test_without_a_curve_the_oldest_leave_until_what_is_left_is_below_the_low_ma
             x = layer(x)
             sent.append(runtime.scheduler.counts.spilled)
         assert sent == [0, 0, 0, 0, 5, 7], "from ten to five, and two of the next layer for its two"
+        runtime.scheduler.relieve()
+        counts = runtime.scheduler.counts
+        assert counts.spilled > 7, "a full device has the rest sent"
+        assert counts.details.latched_bytes == counts.spill_bytes, "all of it by the latch"
         del x
 
 
@@ -290,6 +295,43 @@ def test_growing_gradients_are_seen_in_the_backward_and_the_mark_holds() -> None
         with runtime_of(engine=engine, high=high, low=high, memory_allocated=meter.allocated) as runtime:
             train(model, runtime, rows=lambda step: rows)
         assert meter.peak <= high + 4 * (4 * 64 * 64)
+
+
+def test_where_nothing_may_leave_as_much_of_what_was_fetched_ahead_is_dropped_as_is_short() -> None:
+    """Amid a backward something else saves, and is one byte of a tensor above the mark. What a forward finds
+    taken is free then, so much is on its way back."""
+    engine, extra, high = engine_of(), 0, 24 * TENSOR
+    meter = LivingStorages(engine.device)  # type: ignore[arg-type]
+    fetched: list[tuple[int, int]] = []
+    fields: dict[str, Any] = {"high": high, "memory_allocated": lambda: meter.allocated() + extra}
+    with meter, runtime_of(engine=engine, low=20 * TENSOR, **fields) as runtime:
+
+        def look() -> None:
+            fetched.append((engine.transfers.restoring_bytes, runtime.scheduler.counts.details.times_over))
+
+        def saved_elsewhere(_: torch.Tensor) -> None:
+            nonlocal extra
+            impose(engine, max_spilling_bytes=0)
+            look()
+            extra = high - meter.allocated() + TENSOR - 1
+            runtime.scheduler.saved_elsewhere(2 * MIB)
+            look()
+
+        model = blocks(12)
+        for step in range(2):
+            extra = 10 * TENSOR
+            with runtime.managed_forward():
+                x = model[:8](batch(0))
+                if step:
+                    x.register_hook(saved_elsewhere)
+                loss = model[8:](x).square().mean()
+            extra = 0
+            loss.backward()
+            del x, loss
+            runtime.step_end()
+    (before, times_over), after = fetched
+    assert before > 2 * TENSOR
+    assert after == (before - TENSOR, times_over)
 
 
 def test_a_forward_that_begins_after_a_backward_makes_no_room_for_it() -> None:
