@@ -93,16 +93,18 @@ class Result(NamedTuple):
 
 def faults_in(path: str, source: bytes) -> list[Fault]:
     """Every fault that can be planted in a file, in the order of its lines."""
-    code, lines = source.decode(), [0]
+    lines = [0]
     for line in source.splitlines(keepends=True):
         lines.append(lines[-1] + len(line))
 
     def fault(kind: str, node: ast.expr | ast.stmt, text: str) -> Fault:
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
         start = lines[node.lineno - 1] + node.col_offset
-        length = len((ast.get_source_segment(code, node) or "").encode())
-        return Fault(path, node.lineno, kind, start, start + length, text)
+        end = lines[node.end_lineno - 1] + node.end_col_offset
+        return Fault(path, node.lineno, kind, start, end, text)
 
-    found = [fault(*planted) for node in _code(ast.parse(code)) for planted in _changes(node)]
+    found = [fault(*planted) for node in _code(ast.parse(source)) for planted in _changes(node)]
     return sorted(set(found), key=lambda one: (one.start, one.end, one.text))
 
 
