@@ -25,7 +25,7 @@ import torch
 from offload.client import Client, Clients, Phase
 from offload.config import OffloadConfig, checked_config
 from offload.device import Device, select_device
-from offload.disk.stored import DiskCounts, DiskSettings
+from offload.disk.stored import DiskSettings
 from offload.disk.tier import DiskTier
 from offload.errors import CaptureError, OffloadError, PoolError
 from offload.memory.arena import HostArena
@@ -40,14 +40,13 @@ from offload.saved.handles import Handle
 from offload.saved.hooks import SavedTensorHooks
 from offload.saved.store import TensorStore
 from offload.sizes import bytes_text
-from offload.telemetry.records import ClientStats, StepStats
+from offload.telemetry.records import ClientStats, StepStats, TransferCounts
 from offload.telemetry.speaker import speaker
 from offload.transfer.admission import Admission, CapsAdmission
 from offload.transfer.captures import CapturedRegion
 from offload.transfer.coming import Prefetcher
 from offload.transfer.copier import Copier
 from offload.transfer.engine import TransferEngine
-from offload.transfer.in_flight import TransferCounts
 from offload.transfer.limits import Limits
 from offload.transfer.link import LINK_TEST_BYTES, measure_rates
 
@@ -292,41 +291,24 @@ class OffloadEngine:
         for client in self.clients:
             figures[client.name] += client.end_step()
         for name, copies in self.copier.take_counts().items():
-            figures[name] += ClientStats(**asdict(copies))
+            figures[name] += copies
         self.externals.forget_dead()
-        disk = DiskCounts() if self.transfers.disk is None else self.transfers.disk.end_step()
         arena, counts, total = self.arena.stats(), self._saves, sum(figures.values(), ClientStats())
+        counts.host_bytes_wanted_peak = max(counts.host_bytes_wanted_peak, arena.lent_peak_bytes)
         self.last_stats = StepStats(
+            **asdict(counts),
+            **({} if self.transfers.disk is None else self.transfers.disk.end_step()),
             step=self.step,
-            saved=counts.saved,
             kept=counts.saved - counts.spilled,
-            spilled=counts.spilled,
-            restored=counts.restored,
-            saved_bytes=counts.saved_bytes,
             kept_bytes=counts.saved_bytes - counts.spill_bytes,
-            spill_bytes=counts.spill_bytes,
-            restore_bytes=counts.restore_bytes,
             stall_ms=total.stall_ms,
             stall_count=total.stall_count,
-            refused=counts.refused,
-            refused_bytes=counts.refused_bytes,
-            retries=counts.retries,
-            device_bytes_peak=counts.device_bytes_peak,
             host_bytes_lent_peak=arena.lent_peak_bytes,
-            host_bytes_wanted_peak=max(arena.lent_peak_bytes, counts.wanted_peak_bytes),
             host_bytes_held=arena.held_bytes,
-            disk_write_bytes=disk.write_bytes,
-            disk_read_bytes=disk.read_bytes,
-            disk_bytes_peak=disk.peak_bytes,
-            disk_blocked_ms=disk.blocked_s * 1000,
-            disk_write_bytes_per_s=disk.write_bytes / disk.write_s if disk.write_s else 0.0,
-            disk_read_bytes_per_s=disk.read_bytes / disk.read_s if disk.read_s else 0.0,
-            replays=counts.replays,
-            replayed_bytes=counts.replayed_bytes,
             clients=dict(figures),
         )
         if counts.refused_bytes:
-            self.arena.reserve_later(counts.wanted_peak_bytes)
+            self.arena.reserve_later(counts.host_bytes_wanted_peak)
         self._shortage.step_ended(self.last_stats, self.arena.cannot_grow)
         self.arena.budget.settle()
         self.arena.reset_peak()
@@ -361,12 +343,12 @@ class OffloadEngine:
                 bytes_text(leftover_bytes),
                 ", ".join(sorted(names)[:4]) + (", ..." if len(names) > 4 else ""),
             )
-        counts, stall_ms = self.transfers.end_step()
+        counts, stall_count, stall_ms = self.transfers.end_step()
         self._saves += counts  # of whoever ends first all that has moved: the copies are one engine's
         return ClientStats(
             lent_bytes=sum(region.host_bytes for region in self.regions),
             stall_ms=stall_ms,
-            stall_count=counts.stall_count,
+            stall_count=stall_count,
             refused=counts.refused,
             refused_bytes=counts.refused_bytes,
         )

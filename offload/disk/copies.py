@@ -23,10 +23,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from offload.device.base import Device, Event
 from offload.disk.file import Extent, Extents, SpillFile
-from offload.disk.stored import DiskCounts, Stored
+from offload.disk.stored import Stored
 from offload.memory.arena import Block
 
 __all__ = ["FileCopies"]
@@ -49,6 +50,13 @@ class Moving:
         """The thread has moved so many."""
         self._change(-1, nbytes)
 
+    def take(self) -> tuple[int, float]:
+        """Bytes and seconds since the last call."""
+        with self._lock:
+            found = self.nbytes, self.seconds
+            self.nbytes, self.seconds = 0, 0.0
+            return found
+
     def _change(self, threads: int, nbytes: int) -> None:
         with self._lock:
             now = time.monotonic()
@@ -69,23 +77,20 @@ class FileCopies:
         self._extents = extents
         self.writes, self.reads = Moving(), Moving()
         self.blocked_s = 0.0
-        """The host waited so long for reads, ever."""
-        self._before = DiskCounts()  # when the step began
+        """The host waited so long for reads, in this step."""
 
-    def take_counts(self) -> DiskCounts:
-        """What was counted since the last call. Blocks the host: never."""
-        before = self._before
-        self._before = totals = DiskCounts(
-            self.writes.nbytes, self.writes.seconds, self.reads.nbytes, self.reads.seconds, self.blocked_s
-        )
-        return DiskCounts(
-            write_bytes=totals.write_bytes - before.write_bytes,
-            write_s=totals.write_s - before.write_s,
-            read_bytes=totals.read_bytes - before.read_bytes,
-            read_s=totals.read_s - before.read_s,
-            blocked_s=totals.blocked_s - before.blocked_s,
-            peak_bytes=self._extents.take_peak(),
-        )
+    def take_figures(self) -> dict[str, Any]:
+        """What was counted since the last call, by the fields of StepStats. Blocks the host: never."""
+        (written, write_s), (read, read_s) = self.writes.take(), self.reads.take()
+        blocked_s, self.blocked_s = self.blocked_s, 0.0
+        return {
+            "disk_write_bytes": written,
+            "disk_read_bytes": read,
+            "disk_bytes_peak": self._extents.take_peak(),
+            "disk_blocked_ms": blocked_s * 1000,
+            "disk_write_bytes_per_s": written / write_s if write_s else 0.0,
+            "disk_read_bytes_per_s": read / read_s if read_s else 0.0,
+        }
 
     def write(self, hosts: Mapping[Stored, Block], spilled: Event, piece: list[Stored]) -> None:
         """Write a piece side by side. spilled: the event of its copy to the host. Raises OSError if it is

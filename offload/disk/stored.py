@@ -1,4 +1,4 @@
-"""What the tier knows of a block of saved bytes, and what it counts.
+"""What the tier knows of a block of saved bytes.
 
 One invariant: the two refer to each other only while the block can be read: `DiskTier.forget` and a write
 that did not happen part them, so no cycle is left.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from offload.disk.worker import Job
     from offload.memory.arena import Block
 
-__all__ = ["DiskCounts", "DiskSettings", "Spilled", "Stored"]
+__all__ = ["DiskSettings", "Spilled", "Stored"]
 
 
 class DiskSettings(NamedTuple):
@@ -56,16 +56,3 @@ class Stored:
     host: Block | None = None
     event: Event | None = None
     is_ahead: bool = False
-
-
-@dataclass(slots=True)
-class DiskCounts:
-    """What one step did on the disk. Seconds: those in which at least one thread was in a call."""
-
-    write_bytes: int = 0
-    write_s: float = 0.0
-    read_bytes: int = 0
-    read_s: float = 0.0
-    blocked_s: float = 0.0
-    """The host waited so long for reads."""
-    peak_bytes: int = 0

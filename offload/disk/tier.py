@@ -25,11 +25,12 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from offload.device.base import Device
 from offload.disk.file import Extent, SpillFile
 from offload.disk.loans import DiskLoans
-from offload.disk.stored import DiskCounts, DiskSettings, Spilled, Stored
+from offload.disk.stored import DiskSettings, Spilled, Stored
 from offload.disk.worker import Job, JobState
 from offload.errors import OffloadError
 from offload.memory.arena import Block, HostArena
@@ -290,28 +291,26 @@ class DiskTier(DiskLoans):
         return self.spare.take(block.nbytes)
 
     # -- the step --------------------------------------------------------------------------------------------
-    def end_step(self) -> DiskCounts:
-        """The step's counts; new ones begin. Warns once if tensors stayed on the device because the disk is
-        slower than the step. Blocks the host: never."""
+    def end_step(self) -> dict[str, Any]:
+        """The step's figures, by the fields of StepStats; new ones begin. Warns once if tensors stayed on the
+        device because the disk is slower than the step. Blocks the host: never."""
         self.collect()
         now = time.monotonic()
-        counts = self.copies.take_counts()
+        figures = self.copies.take_figures()
         step_s = max(now - self._step_began, 1e-9)
-        if self._refused_bytes:
-            rate = counts.write_bytes / counts.write_s if counts.write_s else 0.0
-            if self._said.first("slow"):
-                logger.warning(
-                    "the disk writes %.2f GB/s to %s (%s) and the step saved %.2f GB/s: host memory was full "
-                    "and %s stayed on the device. Save less, raise host_limit_bytes, or use a faster disk",
-                    rate / _GB,
-                    self.file.directory,
-                    self.file.file_system,
-                    (self._offered_bytes + self._refused_bytes) / step_s / _GB,
-                    bytes_text(self._refused_bytes),
-                )
+        if self._refused_bytes and self._said.first("slow"):
+            logger.warning(
+                "the disk writes %.2f GB/s to %s (%s) and the step saved %.2f GB/s: host memory was full "
+                "and %s stayed on the device. Save less, raise host_limit_bytes, or use a faster disk",
+                figures["disk_write_bytes_per_s"] / _GB,
+                self.file.directory,
+                self.file.file_system,
+                (self._offered_bytes + self._refused_bytes) / step_s / _GB,
+                bytes_text(self._refused_bytes),
+            )
         self._refused_bytes = self._offered_bytes = 0
         self._step_began = now
-        return counts
+        return figures
 
     def drain(self) -> None:
         """Block the host until no thread has anything to do: before a capture, in which no event may be

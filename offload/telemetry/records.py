@@ -1,8 +1,8 @@
 """The figures of one training step, as every reader of them sees it: scripts, the summary, files of JSON
 lines.
 
-One invariant: a record is a plain value, complete when it is made. It imports nothing of the rest, so
-anything may read it.
+One invariant: a figure has one writer, who knows it, and every other text, table and line reads it here. This
+file imports nothing of the rest, so anything may.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from operator import add
 from typing import Any, Self
 
-__all__ = ["KINDS", "ClientStats", "StepStats", "Summed", "level"]
+__all__ = ["KINDS", "ClientStats", "StepStats", "Summed", "TransferCounts", "level"]
 
 KINDS = {
     "groups": "activations",
@@ -47,9 +47,10 @@ def level() -> Any:
     return field(default=0, metadata={"rule": max})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ClientStats(Summed):
-    """What one client of the engine did in a step, such as "groups" or "optim"."""
+    """What one client of the engine did in a step, such as "groups" or "optim". The copier counts what it
+    copied and what was denied; the client says the rest when the step ends."""
 
     out_bytes: int = 0
     """Bytes copied from device to host since the step before ended."""
@@ -95,19 +96,13 @@ class ClientStats(Summed):
     """Bytes of those pieces."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """What one ended step did on this rank. Counts are of records (one per distinct storage), bytes are of
-    storage; both are of saved tensors, but for `clients` and the host's bytes."""
-
-    step: int
-    """Index of the step since the engine was built, or configured anew."""
+@dataclass(slots=True, kw_only=True)
+class TransferCounts(Summed):
+    """What transfer/ counts while a step runs: records (one per distinct storage) and bytes of storage, of
+    saved tensors. Counts of two clients whose saves a step ended one after the other add up."""
 
     saved: int = 0
     """Records that autograd's saves made. Every one is either kept or spilled: `saved == kept + spilled`."""
-
-    kept: int = 0
-    """Records that stayed on the device for their whole life."""
 
     spilled: int = 0
     """Records copied to the host at least once."""
@@ -119,21 +114,12 @@ class StepStats:
     """Bytes of storage of the saved records. Every one is either kept or spilled:
     `saved_bytes == kept_bytes + spill_bytes`."""
 
-    kept_bytes: int = 0
-    """Bytes of the kept records, the refused ones among them."""
-
     spill_bytes: int = 0
     """Bytes that crossed the link from device to host."""
 
     restore_bytes: int = 0
     """Bytes that crossed the link from host to device. A split backward may fetch a record twice, so this can
     exceed `spill_bytes`."""
-
-    stall_ms: float = 0.0
-    """Device time in ms that `compute` waited for a transfer's event."""
-
-    stall_count: int = 0
-    """Waits that found their event not yet passed."""
 
     refused: int = 0
     """Records that should have left and stayed: no host block was there, or the budget had no room."""
@@ -146,16 +132,43 @@ class StepStats:
     """Bytes of the refused records. More than a warm-up's worth means that the host reservation is too
     small."""
 
-    device_bytes_peak: int = 0
+    device_bytes_peak: int = level()
     """Largest number of saved bytes on the device at once, in any state: resident, spilling, restoring,
     restored."""
 
-    host_bytes_lent_peak: int = 0
-    """Largest number of host bytes on loan at once."""
-
-    host_bytes_wanted_peak: int = 0
+    host_bytes_wanted_peak: int = level()
     """`host_bytes_lent_peak`, or more if records were refused for want of a block: what the host would have
     had to hold for them too."""
+
+    replays: int = 0
+    """Replays of captured graphs that copy. What such a graph moves is counted above in the step of its
+    capture, once."""
+
+    replayed_bytes: int = 0
+    """Bytes that those replays carried over the link, both directions together."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepStats(TransferCounts):
+    """What one ended step did on this rank. `clients` and the host's bytes are of more than saved tensors."""
+
+    step: int
+    """Index of the step since the engine was built, or configured anew."""
+
+    kept: int = 0
+    """Records that stayed on the device for their whole life."""
+
+    kept_bytes: int = 0
+    """Bytes of the kept records, the refused ones among them."""
+
+    stall_ms: float = 0.0
+    """Device time in ms that `compute` waited for a transfer's event."""
+
+    stall_count: int = 0
+    """Waits that found their event not yet passed."""
+
+    host_bytes_lent_peak: int = 0
+    """Largest number of host bytes on loan at once."""
 
     host_bytes_held: int = 0
     """Host bytes that the arena owned when the step ended, lent or not. `held - lent_peak` was pinned for
@@ -179,13 +192,6 @@ class StepStats:
 
     disk_read_bytes_per_s: float = 0.0
     """Rate of the reads while one ran; 0.0 where nothing was read."""
-
-    replays: int = 0
-    """Replays of captured graphs that copy. What such a graph moves is counted above in the step of its
-    capture, once."""
-
-    replayed_bytes: int = 0
-    """Bytes that those replays carried over the link, both directions together."""
 
     clients: Mapping[str, ClientStats] = field(default_factory=dict)
     """What each client of the engine did, by its name; one that copied by hand, or has left, is among

@@ -17,21 +17,10 @@ import torch
 
 from offload.device import CopyPair, Device, Event, Lane
 from offload.ids import Owner
+from offload.telemetry.records import ClientStats
 from offload.transfer.admission import UNCOUNTED, Admission, Denied, Direction, Lease, Priority
 
-__all__ = ["Copier", "CopyCounts", "OwnedCopies"]
-
-
-@dataclass(slots=True)
-class CopyCounts:
-    """What one client copied in a step. denied: pieces that admission denied, REQUIRED ones that were copied
-    all the same included."""
-
-    out_bytes: int = 0
-    in_bytes: int = 0
-    denied: int = 0
-    denied_bytes: int = 0
-
+__all__ = ["Copier", "OwnedCopies"]
 
 CopyWatcher = Callable[[Direction, Owner, int, Event, Event], None]
 """Called with the direction, the owner, the bytes, and timed events before and after the copies."""
@@ -46,7 +35,7 @@ class Copier:
         self._watchers: tuple[CopyWatcher, ...] = ()
         self._on_h2d: deque[tuple[Sequence[Event], Event]] = deque(maxlen=64)
         self._lock = threading.Lock()
-        self._counts: defaultdict[str, CopyCounts] = defaultdict(CopyCounts)
+        self._counts: defaultdict[str, ClientStats] = defaultdict(ClientStats)
 
     def ask(self, nbytes: int, direction: Direction, owner: Owner, priority: Priority) -> Lease | None:
         """Permission to copy a piece; None if it is denied, which is counted. A REQUIRED one that is denied
@@ -143,10 +132,10 @@ class Copier:
         """Copies of one owner, each REQUIRED."""
         return OwnedCopies(self, self.device, owner)
 
-    def take_counts(self) -> dict[str, CopyCounts]:
+    def take_counts(self) -> dict[str, ClientStats]:
         """What was counted since the last call, by client."""
         with self._lock:
-            counts, self._counts = self._counts, defaultdict(CopyCounts)
+            counts, self._counts = self._counts, defaultdict(ClientStats)
         return dict(counts)
 
 

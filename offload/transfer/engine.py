@@ -226,7 +226,7 @@ class TransferEngine(Buffers):
             block.refused = True
             self._refused_bytes += block.nbytes
         wanted = self.arena.lent_bytes + self._refused_bytes
-        self.counts.wanted_peak_bytes = max(self.counts.wanted_peak_bytes, wanted)
+        self.counts.host_bytes_wanted_peak = max(self.counts.host_bytes_wanted_peak, wanted)
 
     # -- back ------------------------------------------------------------------------------------------------
     def restore(

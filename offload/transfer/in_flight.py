@@ -35,13 +35,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.device import Device, Lane
 from offload.ids import ChunkId
 from offload.memory.arena import HostArena
-from offload.telemetry.records import Summed, level
+from offload.telemetry.records import TransferCounts
 from offload.transfer.block import BlockState, DeviceBlock, Transfer, living
 from offload.transfer.limits import Limits
 from offload.transfer.stalls import Stall, total_ms
@@ -50,30 +49,7 @@ if TYPE_CHECKING:
     from offload.disk.tier import DiskTier
     from offload.transfer.graph import CapturedGraph
 
-__all__ = ["InFlight", "TransferCounts"]
-
-
-@dataclass(slots=True)
-class TransferCounts(Summed):
-    """What one step moved. Bytes, unless the name says otherwise. Counts of two clients whose saves a step
-    ended one after the other add up."""
-
-    saved: int = 0
-    saved_bytes: int = 0
-    spilled: int = 0
-    spill_bytes: int = 0
-    restored: int = 0
-    restore_bytes: int = 0
-    refused: int = 0
-    refused_bytes: int = 0
-    # lent and refused together, at a refusal: what the host would have to hold
-    wanted_peak_bytes: int = level()
-    stall_count: int = 0
-    retries: int = 0  # allocations of ours that failed, for which room was made
-    device_bytes_peak: int = level()
-    largest_bytes: int = level()  # of the storages so far, when they were saved
-    replays: int = 0
-    replayed_bytes: int = 0
+__all__ = ["InFlight"]
 
 
 class InFlight:
@@ -85,6 +61,7 @@ class InFlight:
         self.limits = limits
         self.freed_blocks: deque[DeviceBlock] = deque()  # appended to by finalisers, on any thread
         self.counts = TransferCounts()
+        self._largest_bytes = 0  # of the step's storages so far, when they were saved
         self.disk: DiskTier | None = None  # below the host memory, if there is one
         self.capture: CapturedGraph | None = None  # the one under way; captures.py
         self._captured: list[DeviceBlock] = []  # what it moves
@@ -150,8 +127,8 @@ class InFlight:
         counts.saved_bytes += nbytes
         if held > counts.device_bytes_peak:
             counts.device_bytes_peak = held
-        if nbytes > counts.largest_bytes:
-            counts.largest_bytes = nbytes
+        if nbytes > self._largest_bytes:
+            self._largest_bytes = nbytes
         if self.limits.watchers:
             self.limits.saved(block, nbytes)
 
@@ -164,10 +141,9 @@ class InFlight:
         if nbytes:
             if self.freed_blocks:
                 self.reclaim_freed()
-            counts = self.counts
-            counts.largest_bytes = max(counts.largest_bytes, nbytes)
+            self._largest_bytes = max(self._largest_bytes, nbytes)
             self._make_room(0)
-            counts.device_bytes_peak = max(counts.device_bytes_peak, self.device_bytes)
+            self.counts.device_bytes_peak = max(self.counts.device_bytes_peak, self.device_bytes)
 
     def hold(self, nbytes: int) -> None:
         """From here on so many bytes more of the device limit, fewer below 0, are for tensors that no block
@@ -186,7 +162,7 @@ class InFlight:
         self.resident_bytes += grown
         counts = self.counts
         counts.saved_bytes += grown
-        counts.largest_bytes = max(counts.largest_bytes, block.nbytes)
+        self._largest_bytes = max(self._largest_bytes, block.nbytes)
         if block.refused:
             self._refused_bytes += grown
         if grown > 0:
@@ -297,7 +273,7 @@ class InFlight:
         if storage is None or transfer is None or block.external or block.is_freed:
             return
         limit = self.limits.device_limit_bytes
-        if limit is not None and self.resident_bytes + block.nbytes + self.counts.largest_bytes > limit:
+        if limit is not None and self.resident_bytes + block.nbytes + self._largest_bytes > limit:
             return
         block.move_to(BlockState.RESIDENT)
         block.device_bytes = storage
@@ -386,7 +362,6 @@ class InFlight:
             before = device.record(lane, timed=True)
             device.wait(lane, event, order)
             self.stalls.append(Stall(lane, before, device.record(lane, timed=True)))
-            self.counts.stall_count += 1
         transfer.settled = True
 
     def _settle_all(self, restores_as: str = "abandon") -> None:
@@ -404,9 +379,10 @@ class InFlight:
             holder.probe = None
         self.reclaim_freed()
 
-    def end_step(self) -> tuple[TransferCounts, float]:
-        """Settle everything in flight and start new counts. Returns the step's counts and the stall of the
-        step BEFORE it, in ms: a stall is read one step late, so that reading it never blocks the host."""
+    def end_step(self) -> tuple[TransferCounts, int, float]:
+        """Settle everything in flight and start new counts. Returns the step's counts, the number of its
+        stalls, and the stall of the step BEFORE it, in ms: a stall is read one step late, so that reading it
+        never blocks the host."""
         self.reclaim_freed()
         self._settle_all()
         self._ahead.clear()
@@ -414,9 +390,9 @@ class InFlight:
         self.dropped.clear()
         self._no_room = False
         stall_ms = total_ms(self.device, self._stalls_before)
-        self._stalls_before, self.stalls = self.stalls, []
+        self._stalls_before, self.stalls, self._largest_bytes = self.stalls, [], 0
         counts, self.counts = self.counts, TransferCounts(device_bytes_peak=self.device_bytes)
-        return counts, stall_ms
+        return counts, len(self._stalls_before), stall_ms
 
     def in_flight(self) -> tuple[int, int]:
         """Transfers not yet settled: (spills, restores)."""
