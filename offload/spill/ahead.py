@@ -32,7 +32,8 @@ from offload.sizes import bytes_text
 from offload.spill.curve import Curves
 from offload.spill.forward import Forward
 from offload.spill.readings import Readings
-from offload.spill.scheduler import ActivationScheduler, Parts, SpillCounts
+from offload.spill.scheduler import ActivationScheduler, Parts
+from offload.spill.telemetry import ActivationStepMetrics, SpillDetails
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.block import DeviceBlock
 from offload.transfer.coming import ComingReads, Prefetcher
@@ -99,7 +100,7 @@ class ForecastOrder(ActivationScheduler):
             leaving_bytes = self.engine.transfers.spilling_bytes
             short_bytes = highest - (self.budget.high_bytes - 1) - self.readings.away_bytes - leaving_bytes
             if short_bytes > 0:
-                self.counts.details.forecast_bytes += self._send_oldest(short_bytes)
+                self.details.forecast_bytes += self._send_oldest(short_bytes)
         if self.budget.spilling:
             self._hold_mark(self.budget.low_bytes if highest is None else self.budget.high_bytes, allocated)
 
@@ -109,19 +110,19 @@ class ForecastOrder(ActivationScheduler):
         transfers, high_bytes = self.engine.transfers, self.budget.high_bytes
         excess = allocated - transfers.spilling_bytes - (floor_bytes - 1)
         if excess > 0 and self.budget.spilling:
-            self.counts.details.latched_bytes += self._send_oldest(excess, must=True)
+            self.details.latched_bytes += self._send_oldest(excess, must=True)
         while allocated >= high_bytes:
             if transfers.settle_oldest():
                 allocated = self.readings.read()
                 continue
             sent = self._send_oldest(allocated - (floor_bytes - 1), must=True)
-            self.counts.details.latched_bytes += sent
+            self.details.latched_bytes += sent
             if sent:
                 continue
             ahead_bytes = transfers.restoring_bytes
             transfers.drop_furthest(allocated - high_bytes + 1)
             if transfers.restoring_bytes == ahead_bytes:
-                self.counts.details.times_over += 1
+                self.details.times_over += 1
                 self._say_it_is_passed(allocated)
                 return
             allocated = self.readings.read()
@@ -238,7 +239,7 @@ class ForecastOrder(ActivationScheduler):
             )
 
     def relieve(self) -> None:
-        self.counts.details.latched_bytes += self._send_oldest(sys.maxsize, must=True)
+        self.details.latched_bytes += self._send_oldest(sys.maxsize, must=True)
 
     # -- reads -----------------------------------------------------------------------------------------------
     def read(self, forward: Forward, handle: Handle) -> None:
@@ -313,7 +314,7 @@ class ForecastOrder(ActivationScheduler):
 
     # -- steps -----------------------------------------------------------------------------------------------
     def forget(self, ending: Sequence[Forward]) -> None:
-        self.counts.details.forwards_lost += sum(forward.forecast.lost for forward in ending)
+        self.details.forwards_lost += sum(forward.forecast.lost for forward in ending)
         self._curves.learn(
             (forward.number, forward.recorder)
             for forward in ending
@@ -326,9 +327,9 @@ class ForecastOrder(ActivationScheduler):
         self._began, self._read_at = {}, {}
         super().forget(ending)
 
-    def end_step(self) -> SpillCounts:
+    def end_step(self) -> tuple[ActivationStepMetrics, SpillDetails]:
         self._rise_before, self._rise = self._rise, 0
         self._current = None
         self._coming = []
-        self.counts.details.released_bytes = self.readings.end_step()
+        self.details.released_bytes = self.readings.end_step()
         return super().end_step()

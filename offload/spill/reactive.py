@@ -31,10 +31,11 @@ class ReactiveOrder(ActivationScheduler):
         self.budget.read()
         spills = self.budget.spilling and self.coordinator.may_spill(tensor.nbytes) and self.can_take()
         if not spills or not (self._inline_finalize or self.transfer.can_spill()):
-            self.counts.kept += 1
-            self.counts.keep_bytes += tensor.nbytes
-            self.counts.details.logical_bytes += tensor.nbytes
-            self.counts.details.storage_bytes += tensor.untyped_storage().nbytes()
+            self.metrics.activations_saved += 1
+            self.details.kept += 1
+            self.details.kept_bytes += tensor.nbytes
+            self.details.logical_bytes += tensor.nbytes
+            self.details.storage_bytes += tensor.untyped_storage().nbytes()
             return None
         handle, is_new = self.save(forward, tensor)
         if is_new:
@@ -57,4 +58,4 @@ class ReactiveOrder(ActivationScheduler):
                 if not self.transfer.can_spill() and not self.transfer.sends_nothing:
                     self.transfer.finalize_all_spills(self.registry.iter_spilling())
                 if self.transfer.can_spill():
-                    self.counts.details.latched_bytes += self.send(forward, [block])
+                    self.details.latched_bytes += self.send(forward, [block])

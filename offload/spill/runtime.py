@@ -29,7 +29,6 @@ import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ from offload.spill.forward import CLIENT, Forward
 from offload.spill.hooks import ActivationHookContext
 from offload.spill.reactive import ReactiveOrder
 from offload.spill.registry import ActivationRegistry
-from offload.spill.scheduler import ActivationScheduler, Parts, SpillCounts
+from offload.spill.scheduler import ActivationScheduler, Parts
 from offload.spill.telemetry import ActivationStepMetrics, ActivationTelemetry, SpillDetails
 from offload.spill.transfer import ActivationTransfer
 from offload.telemetry.records import ClientStats, StepStats
@@ -132,7 +131,7 @@ class ActivationRuntime(Client):
         self._step = 0
         self._ends_by_hand = False  # the end under way is `step_end`'s
         self._figures = ClientStats()  # of this step's forwards that are over and forgotten
-        self._ended: tuple[SpillCounts, float, int, float] | None = None
+        self._ended: tuple[ActivationStepMetrics, SpillDetails] | None = None
         self._pool_counts = (0, 0)
         self._closed = False
         self._detach: Callable[[], object] = _attach(self) if config.enabled else int
@@ -240,12 +239,16 @@ class ActivationRuntime(Client):
             if not (outlives and (forward.running or not forward.is_over)):
                 ending.append(forward)
         self._forget(ending)
-        counts = self.scheduler.end_step()
+        metrics, details = self.scheduler.end_step()
         figures, self._figures = self._figures, ClientStats()
         figures += self.engine.end_saves([forward.chunk for forward in ending])
         self.registry.clear()
-        blocked_ms, blocked_count = self.transfer.end_step()
-        self._ended = counts, blocked_ms, blocked_count, self.budget.meter.peak() / MIB
+        metrics.step = self._step
+        metrics.activations_kept = metrics.activations_saved - metrics.activations_spilled
+        metrics.stall_time_ms, metrics.stall_count = self.transfer.end_step()
+        metrics.pool_hits, metrics.pool_misses = self._pool_hits(metrics.activations_spilled)
+        metrics.vram_peak_mb = self.budget.meter.peak() / MIB
+        self._ended = metrics, details
         return figures
 
     def step_ended(self, stats: StepStats) -> None:
@@ -254,24 +257,11 @@ class ActivationRuntime(Client):
             ended, self._ended = self._ended, None
             if ended is None or not self.config.enabled:
                 return
-            counts, blocked_ms, blocked_count, peak_mb = ended
-            hits, misses = self._pool_hits(counts.spilled)
-            saves = [stats.clients[name] for name in ("groups", CLIENT) if name in stats.clients]
-            self.last_metrics = metrics = ActivationStepMetrics(
-                step=self._step,
-                activations_saved=counts.kept + counts.saved,
-                activations_kept=counts.kept + counts.saved - counts.spilled,
-                activations_spilled=counts.spilled,
-                activations_restored=counts.restored,
-                spill_bytes=counts.spill_bytes,
-                restore_bytes=counts.restore_bytes,
-                stall_time_ms=blocked_ms + sum(one.stall_ms for one in saves),
-                stall_count=blocked_count + sum(one.stall_count for one in saves),
-                pool_hits=hits,
-                pool_misses=misses,
-                vram_peak_mb=peak_mb,
-            )
-            self.last_details = replace(counts.details, retries=stats.retries)
+            self.last_metrics, self.last_details = metrics, details = ended
+            for saves in (stats.clients[name] for name in ("groups", CLIENT) if name in stats.clients):
+                metrics.stall_time_ms += saves.stall_ms
+                metrics.stall_count += saves.stall_count
+            details.retries = stats.retries
             self._step += 1
             self.budget.meter.start_step()
         self.telemetry.write(metrics)

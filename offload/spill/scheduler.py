@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -18,11 +18,11 @@ from offload.spill.budget import ActivationBudgetManager
 from offload.spill.checkpoint import CheckpointCoordinator
 from offload.spill.forward import Forward
 from offload.spill.registry import ActivationRegistry
-from offload.spill.telemetry import SpillDetails
+from offload.spill.telemetry import ActivationStepMetrics, SpillDetails
 from offload.spill.transfer import ActivationTransfer
 from offload.transfer.block import BlockState, DeviceBlock, living
 
-__all__ = ["ActivationScheduler", "Parts", "SpillCounts"]
+__all__ = ["ActivationScheduler", "Parts"]
 
 _RESIDENT = BlockState.RESIDENT
 
@@ -38,22 +38,9 @@ class Parts:
     coordinator: CheckpointCoordinator
 
 
-@dataclass(slots=True)
-class SpillCounts:
-    """Counts of one step; the fields are those of the metrics."""
-
-    kept: int = 0  # reactive: saves that made no record
-    keep_bytes: int = 0  # of those
-    saved: int = 0  # records
-    spilled: int = 0
-    restored: int = 0
-    spill_bytes: int = 0
-    restore_bytes: int = 0
-    details: SpillDetails = field(default_factory=SpillDetails)
-
-
 class ActivationScheduler:
-    """forwards: those of this step, and earlier ones of which something can still be read."""
+    """metrics, details: of the step under way. forwards: those of this step, and earlier ones of which
+    something can still be read."""
 
     def __init__(self, parts: Parts) -> None:
         self.engine = parts.engine
@@ -61,7 +48,7 @@ class ActivationScheduler:
         self.transfer = parts.transfer
         self.registry = parts.registry
         self.coordinator = parts.coordinator
-        self.counts = SpillCounts()
+        self.metrics, self.details = ActivationStepMetrics(), SpillDetails()
         self.forwards: list[Forward] = []
         self.levels: list[int] = []
         self._numbered = 0
@@ -76,8 +63,8 @@ class ActivationScheduler:
         block = handle.record.block
         if block in forward.spilled:
             forward.spilled.discard(block)
-            self.counts.restored += 1
-            self.counts.restore_bytes += block.nbytes
+            self.metrics.activations_restored += 1
+            self.metrics.restore_bytes += block.nbytes
 
     def saved_elsewhere(self, nbytes: int) -> None:
         """Another client of the engine has saved so many bytes."""
@@ -103,10 +90,11 @@ class ActivationScheduler:
         self._numbered = 0
         self.levels = []
 
-    def end_step(self) -> SpillCounts:
-        """Returns the step's counts."""
-        counts, self.counts = self.counts, SpillCounts()
-        return counts
+    def end_step(self) -> tuple[ActivationStepMetrics, SpillDetails]:
+        """Returns what was counted in the step."""
+        found = self.metrics, self.details
+        self.metrics, self.details = ActivationStepMetrics(), SpillDetails()
+        return found
 
     # -- for both --------------------------------------------------------------------------------------------
     def can_take(self) -> bool:
@@ -124,12 +112,11 @@ class ActivationScheduler:
         records = len(forward.group.blocks)
         handle = self.engine.store.save(tensor, forward.chunk, forward.group)
         self.registry.create(handle, tensor.device)
-        counts = self.counts
-        counts.details.logical_bytes += tensor.nbytes
+        self.details.logical_bytes += tensor.nbytes
         is_new = len(forward.group.blocks) > records
         if is_new:
-            counts.saved += 1
-            counts.details.storage_bytes += tensor.untyped_storage().nbytes()
+            self.metrics.activations_saved += 1
+            self.details.storage_bytes += tensor.untyped_storage().nbytes()
         return handle, is_new
 
     def begins(self, forward: Forward) -> None:
@@ -149,14 +136,14 @@ class ActivationScheduler:
 
     def out_of_memory_note(self) -> str:
         """What was sent in this step, and what could have been."""
-        counts = self.counts
+        metrics, details = self.metrics, self.details
         left = [
             block.nbytes
             for forward in self.forwards
             for block in living(forward.chunk.blocks)
             if self.may_leave(block)
         ]
-        number = len(left) + counts.kept
+        number = len(left) + details.kept
         remedy = (
             "What an operator uses for itself comes on top of the mark: lower the mark by what it asked for "
             "(vram_high_watermark_mb, or high= of apply)"
@@ -164,9 +151,9 @@ class ActivationScheduler:
             else "No saved tensor is left that could leave: make the batch, or something else, smaller"
         )
         return (
-            f"watermark: {counts.spill_bytes:,} bytes in {counts.spilled:,} saved tensors had been sent to "
-            f"the host, and {sum(left) + counts.keep_bytes:,} bytes in {number:,} more could have been; the "
-            f"high mark is {self.budget.high_bytes:,} bytes. {remedy}"
+            f"watermark: {metrics.spill_bytes:,} bytes in {metrics.activations_spilled:,} saved tensors had "
+            f"been sent to the host, and {sum(left) + details.kept_bytes:,} bytes in {number:,} more could "
+            f"have been; the high mark is {self.budget.high_bytes:,} bytes. {remedy}"
         )
 
     def send(self, forward: Forward, blocks: Sequence[DeviceBlock]) -> int:
@@ -174,6 +161,6 @@ class ActivationScheduler:
         left = self.transfer.spill(blocks)
         nbytes = sum(block.nbytes for block in left)
         forward.spilled.update(left)
-        self.counts.spilled += len(left)
-        self.counts.spill_bytes += nbytes
+        self.metrics.activations_spilled += len(left)
+        self.metrics.spill_bytes += nbytes
         return nbytes

@@ -14,12 +14,12 @@ __all__ = ["ActivationStepMetrics", "ActivationTelemetry", "SpillDetails"]
 
 
 @described
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ActivationStepMetrics:
-    """One step of one runtime. A record is a storage, however often it was saved, but for tensors that
-    order="reactive" keeps: there each save counts."""
+    """One step of one runtime, counted while it runs. A record is a storage, however often it was saved, but
+    for tensors that order="reactive" keeps: there each save counts."""
 
-    step: int
+    step: int = 0
     """Number that `step_begin` was given, else counted from 0."""
 
     activations_saved: int = 0
@@ -68,6 +68,12 @@ class SpillDetails:
 
     storage_bytes: int = 0
     """Bytes of the storages that they lie in, one count a storage."""
+
+    kept: int = 0
+    """Saves that order="reactive" has kept, which have no record."""
+
+    kept_bytes: int = 0
+    """Bytes of those tensors."""
 
     released_bytes: int = 0
     """Spilled bytes whose copy let device memory go: what the peak can fall by."""

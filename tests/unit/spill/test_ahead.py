@@ -123,12 +123,12 @@ def test_without_a_curve_the_oldest_leave_until_what_is_left_is_below_the_low_ma
         sent, x = [], batch(0)
         for layer in blocks(6):
             x = layer(x)
-            sent.append(runtime.scheduler.counts.spilled)
+            sent.append(runtime.scheduler.metrics.activations_spilled)
         assert sent == [0, 0, 0, 0, 5, 7], "from ten to five, and two of the next layer for its two"
         runtime.scheduler.relieve()
-        counts = runtime.scheduler.counts
-        assert counts.spilled > 7, "a full device has the rest sent"
-        assert counts.details.latched_bytes == counts.spill_bytes, "all of it by the latch"
+        metrics = runtime.scheduler.metrics
+        assert metrics.activations_spilled > 7, "a full device has the rest sent"
+        assert runtime.scheduler.details.latched_bytes == metrics.spill_bytes, "all of it by the latch"
         del x
 
 
@@ -236,7 +236,7 @@ def test_memory_that_nobody_saves_is_seen_after_so_many_saves_at_the_latest(befo
         for _ in range(calls + 2):
             x = x.sigmoid()
             allocated = 100 * TENSOR
-            spilled.append(runtime.scheduler.counts.spilled)
+            spilled.append(runtime.scheduler.metrics.activations_spilled)
         del x
     assert next(at for at, number in enumerate(spilled) if number) == calls, "after the first save's look"
 
@@ -260,7 +260,7 @@ def test_an_allocation_of_the_engine_that_fails_makes_room_and_is_tried_once_mor
         relieve = runtime.scheduler.relieve
 
         def relieved() -> None:
-            spilled_before.append(runtime.scheduler.counts.spilled)
+            spilled_before.append(runtime.scheduler.metrics.activations_spilled)
             relieve()
             device.full = False  # what was kept has been sent, and made room
 
@@ -270,12 +270,12 @@ def test_an_allocation_of_the_engine_that_fails_makes_room_and_is_tried_once_mor
             loss = model(batch(0)).square().mean()
         device.full = True
         loss.backward()
-        counts = runtime.scheduler.counts
+        spilled = runtime.scheduler.metrics.activations_spilled
         assert len(spilled_before) == 1
         found = [parameter.grad for parameter in model.parameters()]
         runtime.step_end()
         assert runtime.last_details.retries == 1
-        assert counts.spilled >= spilled_before[0]
+        assert spilled >= spilled_before[0]
     wanted = train(blocks(8), None, steps=1)
     assert [grad.numpy().tobytes() for grad in found if grad is not None] == wanted[: len(found)]
 
@@ -307,7 +307,7 @@ def test_where_nothing_may_leave_as_much_of_what_was_fetched_ahead_is_dropped_as
     with meter, runtime_of(engine=engine, low=20 * TENSOR, **fields) as runtime:
 
         def look() -> None:
-            fetched.append((engine.transfers.restoring_bytes, runtime.scheduler.counts.details.times_over))
+            fetched.append((engine.transfers.restoring_bytes, runtime.scheduler.details.times_over))
 
         def saved_elsewhere(_: torch.Tensor) -> None:
             nonlocal extra

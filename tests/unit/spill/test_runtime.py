@@ -295,7 +295,7 @@ def test_beside_checkpoints_inputs_leave_and_what_is_recomputed_does_not(order: 
             runtime.managed_forward(),
         ):
             loss_of(blocks(8), batch(0)).backward()  # inside: still nothing of the recompute
-            assert runtime.scheduler.counts.saved == 9
+            assert runtime.scheduler.metrics.activations_saved == 9
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -350,14 +350,14 @@ def test_an_out_of_memory_error_inside_says_what_was_spilled_and_what_could_have
             runtime.managed_forward(),  # the inner one says it
         ):
             run_out_of_memory(blocks(8), kept)
-        counts = runtime.scheduler.counts
-        left = counts.saved - counts.spilled
+        metrics = runtime.scheduler.metrics
+        left = metrics.activations_saved - metrics.activations_spilled
         (note,) = caught.value.__notes__
         assert note == (
-            f"watermark: {counts.spill_bytes:,} bytes in {counts.spilled} saved tensors had been sent to the "
-            f"host, and {left * TENSOR:,} bytes in {left} more could have been; the high mark is "
-            f"{10 * TENSOR:,} bytes. What an operator uses for itself comes on top of the mark: lower the "
-            "mark by what it asked for (vram_high_watermark_mb, or high= of apply)"
+            f"watermark: {metrics.spill_bytes:,} bytes in {metrics.activations_spilled} saved tensors had "
+            f"been sent to the host, and {left * TENSOR:,} bytes in {left} more could have been; the high "
+            f"mark is {10 * TENSOR:,} bytes. What an operator uses for itself comes on top of the mark: "
+            "lower the mark by what it asked for (vram_high_watermark_mb, or high= of apply)"
         )
         del kept
     with runtime_of(**{**short("reactive"), "memory_allocated": lambda: 0}) as runtime:
@@ -427,7 +427,7 @@ def test_an_operator_that_writes_what_it_has_saved_is_waited_for_by_other_thread
     plain = gradient(None)
     with runtime_of("early", high=3 * TENSOR, low=2 * TENSOR, restore_ahead=False) as runtime:
         assert torch.equal(gradient(runtime), plain)
-        assert runtime.scheduler.counts.spilled > 0
+        assert runtime.scheduler.metrics.activations_spilled > 0
 
 
 def test_one_context_may_be_entered_by_two_threads_at_once() -> None:
