@@ -65,17 +65,6 @@ class Job:
             high, low = (None if mark is None else f"{mark}B" for mark in options.marks)
             for module in self.modules.values():
                 apply(module, mode="watermark", high=high, low=low, min_numel=options.min_elements)
-        if options.auto:
-            total = None if options.device_total_bytes is None else f"{options.device_total_bytes}B"
-            for module in self.modules.values():
-                # named: a stage of one layer has no neighbours to find it by
-                apply(
-                    module,
-                    mode="auto",
-                    blocks="blocks.*",
-                    device_total=total,
-                    min_numel=options.min_elements,
-                )
         self.stages = [self._stage(index, module) for index, module in self.modules.items()]
         self.schedule = build_schedule(spec, self.stages, microbatches=options.microbatches, loss_fn=_loss)
         self.actions = actions_of(self.schedule, place)
@@ -83,9 +72,11 @@ class Job:
         self.optimizer = self._new_optimizer()
         self._streams: list[Applied] = []
         """The handle of each stage, while its weights stream."""
+        self._is_planned = False
+        """Mode auto has been applied."""
         self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
         """Of mode auto, while they are off: a module's hooks, and what was in them."""
-        self.switch(True)
+        self.switch(not options.compare)
         self.trace: Trace | None = None
         """Of a step that was asked to be traced."""
         self.report: Report | None = None
@@ -240,15 +231,28 @@ class Job:
         """Turn offload on or off. Without it all weights are on the device, and no block is recomputed: while
         only the manager is off, mode auto recomputes them all."""
         (self.manager.enable_offload if offloads else self.manager.disable_offload)()
-        while offloads and self._hooks:
-            hooks, kept = self._hooks.pop()
-            hooks.update(kept)
         if not offloads:
             while self._streams:
                 self._streams.pop().remove()
-            if self.options.auto and not self._hooks:
+            if self._is_planned and not self._hooks:
                 self._hooks = [pair for module in self.modules.values() for pair in _take_hooks(module)]
-        elif self.options.weights is not None and not self._streams:
+            return
+        while self._hooks:
+            hooks, kept = self._hooks.pop()
+            hooks.update(kept)
+        if self.options.auto and not self._is_planned:
+            total = self.options.device_total_bytes
+            for module in self.modules.values():
+                # named: a stage of one layer has no neighbours to find it by
+                apply(
+                    module,
+                    mode="auto",
+                    blocks="blocks.*",
+                    device_total=None if total is None else f"{total}B",
+                    min_numel=self.options.min_elements,
+                )
+            self._is_planned = True
+        if self.options.weights is not None and not self._streams:
             asked, stages = self.options.weights, len(self.modules)
             size = asked if asked == "host" else f"{int(float(asked) * 1e9 / stages)}B"
             self._streams = [
