@@ -25,7 +25,7 @@ from torch import nn  # noqa: E402
 import offload  # noqa: E402
 
 WIDTH, BLOCKS, ROWS, STEPS = 256, 6, 4096, 8
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
 _COLORS_OF_FILE = 64
 
 
@@ -68,9 +68,9 @@ def take_picture(page: Path, picture: Path) -> None:
     """The first screen of a page in a window of 1,400 pixels."""
     from PIL import Image
 
-    browser = next((found for name in _BROWSERS if (found := shutil.which(name))), None)
+    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
-        raise SystemExit(f"a picture needs one of {', '.join(_BROWSERS)}, none of which is installed")
+        raise SystemExit(f"a picture needs one of {', '.join(BROWSERS)}, none of which is installed")
     options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1400,1220"]
     command = [browser, *options, f"--screenshot={picture.resolve()}", page.resolve().as_uri()]
     subprocess.run(command, check=True, capture_output=True)
