@@ -86,8 +86,8 @@ def choose(
         for tensor in (*model.parameters(), *model.buffers())
         if type(tensor) in (nn.Parameter, nn.Buffer, Tensor)
     )
-    choice = Choice()
-    inside: set[int] = set()
+    choice, inside = Choice(), set[int]()
+    least = LEAST_NUMEL if least_numel is None else least_numel
     for name, block in blocks.items():
         for prefix, module in block.named_modules():
             for attribute, parameter in module.named_parameters(recurse=False):
@@ -95,10 +95,9 @@ def choose(
                     continue
                 inside.add(id(parameter))
                 full = ".".join(part for part in (name, prefix, attribute) if part)
-                tied = places[id(parameter)] > 1
-                reason = _why_resident(
-                    full, module, parameter, is_adapter, LEAST_NUMEL if least_numel is None else least_numel
-                ) or ("tied, or of a module that is used in two places" if tied else "")
+                reason = _why_resident(full, module, parameter, is_adapter, least)
+                if not reason and places[id(parameter)] > 1:
+                    reason = "tied, or of a module that is used in two places"
                 if not reason and storages[parameter.untyped_storage()._cdata] > 1:
                     reason = "in one storage with another parameter or buffer"
                 if reason:
@@ -123,9 +122,9 @@ def _may_be_experts(module: nn.Module, parameter: Tensor) -> bool:
     """Whether it is some matrices, one after the other, of a module that is none of torch's."""
     if parameter.dim() != 3 or type(module).__module__.startswith("torch.nn"):
         return False
-    nbytes = parameter.stride(0) * parameter.element_size()
-    is_first = parameter.stride(0) * parameter.shape[0] == parameter.numel()
-    return parameter.shape[0] > 1 and is_first and nbytes >= LEAST_EXPERT_BYTES
+    number, each = parameter.shape[0], parameter.stride(0)
+    is_large = each * parameter.element_size() >= LEAST_EXPERT_BYTES
+    return number > 1 and each * number == parameter.numel() and is_large
 
 
 def quantize(choice: Choice, model: nn.Module) -> None:
@@ -148,11 +147,9 @@ def quantize(choice: Choice, model: nn.Module) -> None:
 
 def _refuse_fsdp(model: nn.Module, asked: str) -> None:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    kinds = tuple(
-        getattr(fsdp, kind) for kind in ("FSDPModule", "FullyShardedDataParallel") if fsdp is not None
-    )
+    kinds = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
     for name, module in model.named_modules():
-        if kinds and isinstance(module, kinds):
+        if isinstance(module, kinds):
             raise ValueError(
                 f"apply({asked}) on {type(model).__name__}, whose parameters FSDP manages "
                 f"({name or 'the model itself'}): it frees and refills them itself. Keep its shards on the "

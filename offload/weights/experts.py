@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from offload.device import Lane
-from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.ids import Owner
 from offload.params.home import is_alone
@@ -281,13 +280,12 @@ class Experts:
     def __init__(
         self,
         residency: Residency,
-        engine: OffloadEngine,
         begin: Callable[[BlockWeights], None],
         use_saved: Callable[[Weight], None],
     ) -> None:
-        self.residency, self.engine, self.lock = residency, engine, engine.lock
+        self.residency, self.engine = residency, residency.engine
         self.begin, self.use_saved = begin, use_saved
-        self.window = Window(residency, engine)
+        self.lock, self.window = residency.engine.lock, Window(residency)
         self.weights: list[ExpertWeight] = []
         self.waited_s = 0.0
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int, list[int]]] = {}

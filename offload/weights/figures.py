@@ -76,7 +76,7 @@ class WeightFigures:
     """
 
     blocks: int
-    streamed_bytes: int
+    streamed_bytes: int = 0
     kept_blocks: int = 0
     limit_bytes: int = 0
     int8_bytes: int = 0

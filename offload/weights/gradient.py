@@ -13,13 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from offload.device import Device, Lane
-from offload.weights.weight import BlockWeights, Weight
+from offload.weights.weight import BlockWeights, Weight, nobody
 
 __all__ = ["Gradient", "may_leave"]
-
-
-def _nothing() -> None:
-    """The gradient before there is one."""
 
 
 class Gradient(Weight):
@@ -34,10 +30,10 @@ class Gradient(Weight):
     def __init__(
         self, owner: nn.Parameter, name: str, module: nn.Module, attribute: str, index: int, device: Device
     ) -> None:
-        self._tensor: Callable[[], Tensor | None] = _nothing
+        self._tensor: Callable[[], Tensor | None] = nobody
         super().__init__(owner, name, module, attribute)
-        self._tensor = self.returned = _nothing
-        self.let_go: Callable[[], Tensor | None] = _nothing  # that stays until a backward has added to it
+        self._tensor = self.returned = nobody
+        self.let_go: Callable[[], Tensor | None] = nobody  # that stays until a backward has added to it
         self.norm: tuple[object, Lane, Tensor] | None = None
         """What `torch._foreach_norm` was asked, the lane, and its answer, until the gradient is written."""
         self.block = BlockWeights(index, name, device, [])
@@ -92,7 +88,7 @@ class Gradient(Weight):
 
     def await_return(self) -> None:
         """Before the host bytes change: who has borrowed them has read them, for the current lane."""
-        returned, self.returned = self.returned, _nothing
+        returned, self.returned = self.returned, nobody
         returned()
 
     def forget(self) -> None:

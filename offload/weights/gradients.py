@@ -62,7 +62,7 @@ from offload.weights.parameters import close_behind
 from offload.weights.residency import Residency
 from offload.weights.saves import CopiedSave, open_saves
 from offload.weights.watched import StreamedGradient, make_plain, orphan, watch
-from offload.weights.weight import BlockWeights, Weight, has_own_storage
+from offload.weights.weight import BlockWeights, Weight, has_own_storage, in_backward, nobody
 
 __all__ = ["GradientStream", "window_bytes"]
 
@@ -100,7 +100,6 @@ class GradientStream(Client):
 
     def __init__(self, engine: OffloadEngine, model: nn.Module, names: Iterable[str]) -> None:
         self._engine, self._device, self._lock = engine, engine.device, engine.lock
-        self._model_name = type(model).__name__
         self.gradients = [
             Gradient(getattr(module, attribute), name, module, attribute, index, engine.device)
             for index, name in enumerate(names)
@@ -109,7 +108,7 @@ class GradientStream(Client):
         ]
         trained = [each for each in self.gradients if each.owner is not None and each.owner.requires_grad]
         total = sum(gradient.nbytes for gradient in trained)
-        check_budget(engine.arena, total, f"the gradients of {self._model_name}", "leave gradients= out")
+        check_budget(engine.arena, total, f"the gradients of {type(model).__name__}", "leave gradients= out")
         sizes = {gradient.name: gradient.nbytes for gradient in self.gradients}
         self.blocks = [gradient.block for gradient in self.gradients]
         self.residency = Residency(engine, self.name, self.blocks, "gradients_window_bytes")
@@ -119,8 +118,7 @@ class GradientStream(Client):
         self._follow_limit()
         self.reduced_later = self.unused_are_read = False
         """Gradients are final when the backward has ended; then those of unused parameters are read, too."""
-        for module in model.modules():
-            self._note_replicas(module)
+        self._note_replicas(*model.modules())
         # not sent yet: what made it, and whether it was brought for that
         self._made: list[tuple[Gradient, Lane, bool]] = []
         # by graph task: what torch is about to add to, and the call at its end, which lives as long as it
@@ -168,24 +166,23 @@ class GradientStream(Client):
     # -- forwards of the model, as HookPair calls ------------------------------------------------------------
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with self._lock:
-            if torch._C._current_graph_task_id() == -1:  # no recompute
+            if not in_backward():  # no recompute
                 self._settle()
                 self._is_settled = True
                 if torch.is_grad_enabled() and not self.removed:
                     self._over.clear()
                     self._fetch_ahead()
-            for each in (module, getattr(DistributedDataParallel, "_active_ddp_module", None)):
-                self._note_replicas(each)
+            self._note_replicas(module, getattr(DistributedDataParallel, "_active_ddp_module", None))
 
-    def _note_replicas(self, module: object) -> None:
-        if isinstance(module, DistributedDataParallel):
-            self.reduced_later = True
-            self.unused_are_read |= module.find_unused_parameters or module.static_graph
+    def _note_replicas(self, *modules: object) -> None:
+        for each in modules:
+            if isinstance(each, DistributedDataParallel):
+                self.reduced_later = True
+                self.unused_are_read |= each.find_unused_parameters or each.static_graph
 
     def leave(self, state: None, output: Any, failed: bool) -> None:
         with self._lock:
-            forward = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-            if self.unused_are_read and forward:
+            if self.unused_are_read and torch.is_grad_enabled() and not in_backward():
                 for gradient in self.gradients:  # DDP's C++ reads, and writes, what this forward did not use
                     self.let_go(gradient)
             self._trim()
@@ -267,10 +264,9 @@ class GradientStream(Client):
     def _after(self, gradient: Gradient, _: Tensor) -> None:
         """It has."""
         with self._lock:
-            under_way = self._open.get(torch._C._current_graph_task_id())
-            was_brought = under_way is not None and gradient in under_way[0]
-            if under_way is not None and was_brought:
-                under_way[0].remove(gradient)
+            opened = self._open.get(torch._C._current_graph_task_id(), ([], nobody))[0]
+            if was_brought := gradient in opened:
+                opened.remove(gradient)
             lane, made = self._device.compute, gradient.now
             if made is not None and made.layout is torch.strided and self._device.owns(made):
                 self._device.note_write(lane, made)
@@ -299,17 +295,15 @@ class GradientStream(Client):
             return
         self._made = [each for each in self._made if each[0] is coming]
         piece: list[Gradient] = []
-        for gradient, lane, was_brought in made:
+        for at, (gradient, lane, was_brought) in enumerate(made, 1):
             gradient.block.entered -= was_brought
             # else another backward adds to it
             if not gradient.block.entered and self._may_go(gradient, lane):
                 piece.append(gradient)
-                if sum(each.nbytes for each in piece) >= self._piece_bytes:
-                    self._take_norms(piece)
-                    self._go(piece)
-                    piece = []
-        self._take_norms(piece)
-        self._go(piece)
+            if at == len(made) or sum(each.nbytes for each in piece) >= self._piece_bytes:
+                self._take_norms(piece)
+                self._go(piece)
+                piece = []
         self._trim()
 
     def _take_norms(self, leaving: Iterable[Gradient]) -> None:
@@ -344,8 +338,8 @@ class GradientStream(Client):
                 return None
             self._norms[tensor.dtype], self._has_asked = asked, True
             found, weight.norm = weight.norm, None
-            is_known = found is not None and found[:2] == (asked, self._device.compute)
             is_whole = tensor is weight.parameter and not weight.is_read_on_host
+            is_known = found is not None and found[:2] == (asked, self._device.compute)
             return found[2] if found is not None and is_known and is_whole else None
 
     def _may_go(self, gradient: Gradient, lane: Lane) -> bool:
@@ -391,7 +385,6 @@ class GradientStream(Client):
         self.residency.write_back(*(gradient.block for gradient in free))
         for gradient in free:
             self._going.append(gradient.block)
-            assert isinstance(gradient, Gradient)
             for tensor in gradient.tensors:
                 watch(tensor, gradient)
 
@@ -486,8 +479,7 @@ class GradientStream(Client):
                     held.append(gradient)
             yield
         finally:
-            if close is not None:
-                close()
+            close()
             with self._lock:
                 for gradient in held:
                     gradient.block.entered -= 1
@@ -573,8 +565,7 @@ class GradientStream(Client):
             self.removed = True
             for handle in [handle for pair in self._handles.values() for handle in pair]:
                 handle.remove()
-            for lane in (self._device.h2d, self._device.d2h):
-                self._device.synchronize(self._device.record(lane))
+            self.residency.synchronize()
             for gradient in self.gradients:
                 gradient.close()
             self.residency.end()

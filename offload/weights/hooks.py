@@ -15,7 +15,7 @@ from typing import Any, cast
 from torch import nn
 
 from offload.errors import OffloadError
-from offload.weights.weight import BlockHolder, BlockWeights, Close, Weight
+from offload.weights.weight import BlockHolder, BlockWeights, Close, Weight, nobody
 
 __all__ = ["BlockCalls", "HostState", "refuse_recorded_graphs", "refuse_without_values"]
 
@@ -75,10 +75,11 @@ def refuse_without_values(model: nn.Module, args: Any) -> None:
 
 
 class HostState:
-    """The module's state_dict() has the host's copy of a weight; load_state_dict(assign=True) is followed."""
+    """The module's state_dict() has the host's copy of a weight; load_state_dict(assign=True) is followed. A
+    copied module's has no weight."""
 
     def __init__(self, weight: Weight | None = None) -> None:
-        self._weight: Callable[[], Weight | None] = _of_a_copy if weight is None else weakref.ref(weight)
+        self._weight: Callable[[], Weight | None] = nobody if weight is None else weakref.ref(weight)
 
     def _here(self, module: nn.Module) -> tuple[Weight, BlockHolder] | None:
         weight = self._weight()
@@ -97,8 +98,8 @@ class HostState:
 
     def loading(self, module: nn.Module, *args: Any) -> None:
         """Before load_state_dict(), which may be given a state dict of this module itself."""
-        if (found := self._here(module)) is not None:
-            found[1].refresh(found[0])
+        if (found := self._here(module)) is not None and found[0].is_read_on_host:
+            found[1].host_copy(found[0])  # which has the newest bytes then
 
     def loaded(self, module: nn.Module, keys: Any) -> None:
         """After load_state_dict()."""
@@ -107,7 +108,3 @@ class HostState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HostState, ()
-
-
-def _of_a_copy() -> None:
-    """The weight of a copied module."""

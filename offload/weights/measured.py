@@ -5,6 +5,7 @@ One invariant: nothing here waits. A step's events are read when a later step en
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +18,7 @@ from offload.ids import Owner
 from offload.transfer.admission import Direction
 from offload.transfer.copier import Copier
 from offload.weights.keep import Size
-from offload.weights.order import Use
+from offload.weights.order import Pass, Use
 
 __all__ = ["Measured", "MeasuredStep"]
 
@@ -36,24 +37,14 @@ class MeasuredStep:
     uses: tuple[tuple[Use, float], ...]
     bytes_per_s: float
 
-    @property
-    def compute_s(self) -> float:
-        return sum(seconds for _, seconds in self.uses)
-
-    @property
-    def blocks(self) -> list[tuple[int, float]]:
-        return [(use.block, seconds) for use, seconds in self.uses]
-
     def longest_pass(self, sizes: list[Size]) -> float:
         """Of the forward and the backward, the larger ratio of what the copies of all blocks take to what
         they compute."""
-        passes = {use.during for use, _ in self.uses}
-        ratios = []
-        for each in passes:
-            seconds = sum(seconds for use, seconds in self.uses if use.during is each)
-            nbytes = sum(sizes[use.block].arriving for use, _ in self.uses if use.during is each)
-            if seconds:
-                ratios.append(nbytes / self.bytes_per_s / seconds)
+        computes, nbytes = defaultdict[Pass, float](float), defaultdict[Pass, int](int)
+        for use, seconds in self.uses:
+            computes[use.during] += seconds
+            nbytes[use.during] += sizes[use.block].arriving
+        ratios = (nbytes[each] / self.bytes_per_s / seconds for each, seconds in computes.items() if seconds)
         return max(ratios, default=0.0)
 
 
@@ -138,18 +129,9 @@ class Measured:
         nbytes = sum(nbytes for nbytes, _, _ in copies)
         if not copied_ms:
             return None
-        between = [ms(one.after, other.before) / 1e3 for one, other in pairwise(samples)]
-        # the last one's compute: as long as its block took in the use before
-        last = next(
-            (
-                seconds
-                for sample, seconds in zip(samples, between, strict=False)
-                if sample.use.block == samples[-1].use.block
-            ),
-            0.0,
-        )
-        seconds = [*between, last]
-        return MeasuredStep(
-            tuple((sample.use, each) for sample, each in zip(samples, seconds, strict=True)),
-            nbytes / (copied_ms / 1e3),
-        )
+        uses = [sample.use for sample in samples]
+        seconds = [ms(one.after, other.before) / 1e3 for one, other in pairwise(samples)]
+        # the last one's compute: as long as its block took in its first use
+        took = [each for use, each in zip(uses, seconds, strict=False) if use.block == uses[-1].block]
+        seconds += took[:1] or [0.0]
+        return MeasuredStep(tuple(zip(uses, seconds, strict=True)), nbytes / (copied_ms / 1e3))

@@ -8,7 +8,7 @@ the master is written back to, or the device's bytes are dropped because the mas
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
@@ -24,7 +24,7 @@ from offload.transfer.admission import Priority
 from offload.weights.residency import Residency
 from offload.weights.saves import pack
 from offload.weights.watched import make_plain, orphan, watch
-from offload.weights.weight import BlockWeights, Weight, give_memory, has_own_storage, written
+from offload.weights.weight import BlockWeights, Weight, give_memory, has_own_storage, nobody, written
 
 __all__ = ["Parameters", "close_behind"]
 
@@ -35,31 +35,24 @@ _plainly = torch._C.DisableTorchFunctionSubclass
 
 
 class Parameters:
-    """The streamed parameters of some blocks. use: has a weight's block on the device. resized: called when a
-    block's bytes have changed."""
+    """The streamed parameters of some blocks. use: has a weight's block on the device. resized: called when
+    blocks have other bytes than before."""
 
     def __init__(
-        self,
-        engine: OffloadEngine,
-        blocks: Sequence[BlockWeights],
-        residency: Residency,
-        use: Callable[[Weight], None],
-        resized: Callable[[BlockWeights], None],
+        self, residency: Residency, use: Callable[[Weight], None], resized: Callable[[], None]
     ) -> None:
-        self._engine, self._device = engine, engine.device
-        self._blocks, self._residency = blocks, residency
-        self._use, self._resized = use, resized
+        self._engine, self._device, self._blocks = residency.engine, residency.device, residency.blocks
+        self._residency, self._use, self._resized = residency, use, resized
         # not streamed: a tensor, and its data before; None of one that was on meta
         self._moved_here: list[tuple[Tensor, Tensor | None]] = []
-        self._model: Callable[[], nn.Module | None] = _nobody
+        self._model: Callable[[], nn.Module | None] = nobody
 
     # -- to the host, and back -------------------------------------------------------------------------------
     def take(self, model: nn.Module) -> None:
         """Every weight goes to the host, and everything else to the device. What is on meta waits for `fill`.
         Blocks the host for the pinning. Raises HostBudgetError, and ValueError for INT8 of what is not
         finite; nothing has changed then."""
-        weights = [weight for block in self._blocks for weight in block.weights]
-        weights = [weight for weight in weights if weight.source or not weight.without_values]
+        weights = [w for block in self._blocks for w in block.weights if w.source or not w.without_values]
         taken: list[Weight] = []
         self._model = weakref.ref(model)
         try:
@@ -75,7 +68,7 @@ class Parameters:
                     taken.append(weight)
                     show(1)
         except BaseException:
-            self._synchronize()
+            self._residency.synchronize()
             for each in weights[len(taken) :]:
                 each.close()
             for each in taken:
@@ -93,12 +86,11 @@ class Parameters:
             self._follow_module(weight)
         if any(weight.origin == where for weight in taken) and not self._device.is_capturing():
             # another process sees what is reserved: the weights' bytes go back to the driver, once
-            self._synchronize()
+            self._residency.synchronize()
             self._device.release_cached(_WORTH_A_RELEASE, of_peak=False)
 
     def _follow_module(self, weight: Weight) -> None:
-        end = weakref.finalize(weight.module(), _module_is_gone, self._engine, weight)
-        end.atexit = False
+        weakref.finalize(weight.module(), _module_is_gone, self._engine, weight).atexit = False
 
     def fill(self, weight: Weight, value: Tensor) -> None:
         """The weight has these values from here on: on the CPU, of its shape and dtype. Blocks the host."""
@@ -112,8 +104,7 @@ class Parameters:
             if weight.int8:
                 self.write_int8(weight, value)
             else:
-                weight.make_master(self._engine.arena)
-                weight.write_master(value)
+                weight.elements(weight.make_master(self._engine.arena)).copy_(value)
         except BaseException:
             weight.close()
             raise
@@ -162,8 +153,7 @@ class Parameters:
             master = weight.make_master(self._engine.arena)
             here = parameter.device == device.torch_device
             if not here and not filled:
-                flat = parameter.data.as_strided((parameter.numel(),), (1,), parameter.storage_offset())
-                master.view(parameter.dtype).copy_(flat)
+                weight.elements(master).copy_(parameter.data)
             if not (here and has_own_storage(parameter)):
                 own = torch.empty_strided(
                     parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device.torch_device
@@ -213,10 +203,10 @@ class Parameters:
             if block.present:
                 self._residency.refresh(block, block.weights)
             elif stays:
-                self._residency.load(block, Priority.REQUIRED)
+                self._residency.load((block,), Priority.REQUIRED)
             if block.staged and stays:
                 self._residency.expand(block)
-        self._synchronize()
+        self._residency.synchronize()
         for block, stays in blocks:
             if block.present and not stays:
                 self._residency.drop(block)
@@ -245,10 +235,6 @@ class Parameters:
                 'memory first, or leave them on the host with remove(device="cpu")'
             )
 
-    def _synchronize(self) -> None:
-        for lane in (self._device.h2d, self._device.d2h):
-            self._device.synchronize(self._device.record(lane))
-
     def dequantize(self, block: BlockWeights) -> None:
         """The block's INT8 weights wait as the elements that they are expanded to, from here on. Raises
         HostBudgetError where one does not fit; those before it are plain then. Blocks the host."""
@@ -257,7 +243,7 @@ class Parameters:
             raise OffloadError(f"dequantize() inside a forward of {block.name}, which uses it; do it outside")
         if block.staged:
             self._residency.drop(block)
-        self._synchronize()  # the masters go
+        self._residency.synchronize()  # the masters go
         try:
             for weight in weights:
                 elements = None if weight.without_values else weight.on_host()
@@ -269,11 +255,10 @@ class Parameters:
                 except BaseException:
                     weight.int8 = True
                     raise
-                flat = elements.as_strided((elements.numel(),), (1,))
-                master.view(elements.dtype).copy_(flat)
+                weight.elements(master).copy_(elements)
         finally:
             block.count()
-            self._resized(block)
+            self._resized()
 
     # -- the host's copy -------------------------------------------------------------------------------------
     def host_copy(self, weight: Weight) -> Tensor:
@@ -361,13 +346,13 @@ class Parameters:
         block, parameter, here = weight.block, weight.parameter, self._device.torch_device
         self._forget(weight, f"{weight.name}.data is set")
         block.weights.remove(weight)
-        weight.holder = _nobody
+        weight.holder = nobody
         make_plain(parameter, for_good=True)
         weight.close()
         if weight.origin != here:
             self._moved_here.append((parameter, torch.empty_like(parameter.data, device=weight.origin)))
         block.count()
-        self._resized(block)
+        self._resized()
 
     def _leave_to_aliases(self, weight: Weight) -> None:
         """Who has an alias of the weight keeps its bytes, as plain tensors that share them."""
@@ -392,7 +377,7 @@ class Parameters:
         weight.generation += 1
         if block.present:
             self._residency.drop(block)
-        self._synchronize()  # the master may go
+        self._residency.synchronize()  # the master may go
         self._engine.hooks.streamed.pop(weight.storage._cdata, None)
         for alias in weight.aliases():
             orphan(alias)
@@ -401,12 +386,8 @@ class Parameters:
     def _take_again(self, weight: Weight) -> None:
         self._take_in(weight)
         weight.block.count()
-        self._resized(weight.block)
-        self._synchronize()
-
-
-def _nobody() -> None:
-    """Holds a weight that is streamed no more."""
+        self._resized()
+        self._residency.synchronize()
 
 
 def _module_is_gone(engine: OffloadEngine, weight: Weight) -> None:

@@ -60,12 +60,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
-from offload.device import CopyPair, Device, Event, Lane
+from offload.device import CopyPair, Event, Lane
 from offload.device.rows import expand_rows
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
@@ -76,11 +75,10 @@ from offload.transfer.admission import Direction, Lease, Priority
 from offload.transfer.limits import Cap
 from offload.transfer.stalls import Stalls, total_ms
 from offload.weights.order import Order
-from offload.weights.policy import Policy
 from offload.weights.readers import Readers
 from offload.weights.weight import BlockWeights, Weight
 
-__all__ = ["Residency"]
+__all__ = ["Policy", "Residency"]
 
 logger = speaker(__name__)
 
@@ -92,6 +90,25 @@ class Moved(NamedTuple):
     out_bytes: int
     stall_ms: float
     stall_count: int
+
+
+class Policy(Protocol):
+    """A runtime of compat, which decides in the plan's place what is fetched ahead and what leaves, for the
+    blocks of one model. They have all the room they ask for. It changes when bytes move, never results.
+    Called under the engine's lock."""
+
+    def admit(self, block: BlockWeights, priority: Priority) -> bool:
+        """Before the block is loaded: make room for it. False refuses one that is not REQUIRED."""
+
+    def loaded(self, block: BlockWeights) -> None:
+        """Its way in is issued."""
+
+    def used(self, block: BlockWeights, found: bool) -> None:
+        """The current lane is about to read it. found: it was there, or on its way. What comes next is
+        fetched afterwards."""
+
+    def dropped(self, block: BlockWeights) -> None:
+        """It is off the device. `block.left` tells when what was written is back on the host."""
 
 
 class Residency:
@@ -109,11 +126,8 @@ class Residency:
         policy: Policy | None = None,
         callers: Readers | None = None,
     ) -> None:
-        self._engine = engine
-        self._client, self.policy = client, policy
-        self._callers = callers
-        self.device: Device = engine.device
-        self.blocks = blocks
+        self.engine, self.device, self.blocks = engine, engine.device, blocks
+        self._client, self.policy, self._callers = client, policy, callers
         self._share, self._cap = engine.limits.contributor(client, self), cap
         self.window_bytes = self._planned_bytes = self._least_bytes = 0
         self.in_bytes = self.out_bytes = 0
@@ -178,7 +192,7 @@ class Residency:
                     break
                 piece.append(block)
                 if coming + block.link_bytes >= piece_bytes:
-                    if not self.load_all(piece, Priority.SPECULATIVE):
+                    if not self.load(piece, Priority.SPECULATIVE):
                         return
                     piece = []
             seen.add(index)
@@ -188,13 +202,9 @@ class Residency:
             if len(seen) == len(self.blocks):
                 break
         if piece:
-            self.load_all(piece, Priority.SPECULATIVE)
+            self.load(piece, Priority.SPECULATIVE)
 
-    def load(self, block: BlockWeights, priority: Priority) -> bool:
-        """As `load_all`, of one block."""
-        return self.load_all((block,), priority)
-
-    def load_all(self, blocks: Sequence[BlockWeights], priority: Priority) -> bool:
+    def load(self, blocks: Sequence[BlockWeights], priority: Priority) -> bool:
         """Bring the blocks in by one piece, but for weights whose step is not issued: they are stale. False,
         and nothing has moved, where there are such, or the policy, admission or the device's memory refuses,
         and it is not REQUIRED. Order: [Order: weights room]."""
@@ -205,25 +215,17 @@ class Residency:
         weights = [weight for block in blocks for weight in tuple(block.weights)]
         if priority < Priority.REQUIRED and any(weight.is_under_way for weight in weights):
             return False
+        if empty := [weight.name for weight in weights if weight.without_values]:
+            raise OffloadError(f"{empty[0]} is on meta, without values; call offload.load_weights() first")
         nbytes = sum(block.link_bytes for block in blocks)
-        lease = self._engine.copier.ask(nbytes, Direction.H2D, owner, priority)
+        lease = self.engine.copier.ask(nbytes, Direction.H2D, owner, priority)
         if lease is None:
             return False
-        filled: list[Weight] = []
-        staged: list[tuple[Weight, Tensor]] = []
-        if empty := [weight.name for weight in weights if weight.without_values]:
-            lease.done(None)
-            raise OffloadError(f"{empty[0]} is on meta, without values; call offload.load_weights() first")
+        filled = [weight for weight in weights if not weight.int8]
         try:
-            for weight in weights:
-                if weight.int8:
-                    staged.append((weight, device.empty(weight.link_bytes)))
-                else:
-                    device.refill(weight.storage, weight.nbytes)
-                    filled.append(weight)
+            staged = [(weight, device.empty(weight.link_bytes)) for weight in weights if weight.int8]
+            self._refill(filled)
         except BaseException as error:
-            for weight in filled:
-                device.free(weight.storage)
             lease.done(None)
             if isinstance(error, torch.OutOfMemoryError) and priority < Priority.REQUIRED:
                 return False
@@ -249,6 +251,18 @@ class Residency:
                 self.policy.loaded(block)
         return True
 
+    def _refill(self, weights: Iterable[Weight]) -> None:
+        """All have their bytes, or none. Raises torch.OutOfMemoryError."""
+        filled: list[Weight] = []
+        try:
+            for weight in weights:
+                self.device.refill(weight.storage, weight.nbytes)
+                filled.append(weight)
+        except BaseException:
+            for weight in filled:
+                self.device.free(weight.storage)
+            raise
+
     def _copy_in(
         self,
         blocks: Sequence[BlockWeights],
@@ -273,7 +287,7 @@ class Residency:
         owner = Owner(self._client, blocks[0].name)
         try:
             behind = () if device.is_capturing() else (*behind, *left, *stepped)
-            arrived = self._engine.copier.copy(lease, Direction.H2D, owner, pairs, nbytes, behind=behind)
+            arrived = self.engine.copier.copy(lease, Direction.H2D, owner, pairs, nbytes, behind=behind)
         except BaseException:
             lease.done(None)
             arrived = device.record(device.h2d)
@@ -295,7 +309,7 @@ class Residency:
             for event in behind:
                 device.wait(device.h2d, event, "weights again")
             owner = Owner(self._client, block.name)
-            lease = self._engine.copier.ask(nbytes, Direction.H2D, owner, Priority.REQUIRED)
+            lease = self.engine.copier.ask(nbytes, Direction.H2D, owner, Priority.REQUIRED)
             assert lease is not None  # REQUIRED
             self._copy_in((block,), stale, lease, behind=behind)
 
@@ -321,7 +335,7 @@ class Residency:
 
     def refuses(self, nbytes: int, unused: Iterable[tuple[int, Event | None]]) -> bool:
         """Whether those limits refuse so many bytes beside unused ones, with the events of their arrival."""
-        limits, poll = self._engine.limits, self.device.poll
+        limits, poll = self.engine.limits, self.device.poll
         ahead, in_flight = limits.weights_ahead_bytes, limits.weights_in_flight_bytes
         of_kind = limits.kind_ahead_bytes
         if ahead is None and in_flight is None and of_kind is None:
@@ -346,25 +360,15 @@ class Residency:
         device, lane, arrived = self.device, block.home, block.arrived
         assert lane is not None  # it is present
         assert arrived is not None
-        refilled: list[Weight] = []
         with nullcontext() if lane is device.compute else device.use_lane(lane):
-            try:
-                for weight, _ in block.staged:
-                    if not weight.storage.nbytes():
-                        device.refill(weight.storage, weight.nbytes)
-                        refilled.append(weight)
-            except BaseException:
-                for weight in refilled:
-                    device.free(weight.storage)
-                raise
-            self._count(sum(weight.nbytes for weight in refilled))
+            empty = [weight for weight, _ in block.staged if not weight.storage.nbytes()]
+            self._refill(empty)
+            self._count(sum(weight.nbytes for weight in empty))
             self.stalls.wait(lane, arrived, "weights int8")
             for weight, flat in block.staged:
                 device.note_read(lane, flat)
-                parameter = weight.on_device.view(weight.parameter.dtype)
-                parameter = parameter.as_strided(weight.parameter.shape, weight.parameter.stride())
-                values, scales = weight.int8_views(flat)
-                expand_rows(values, scales, parameter)
+                parameter = weight.elements(weight.on_device)
+                expand_rows(*weight.int8_views(flat), parameter)
                 device.note_write(lane, parameter)
             block.arrived = device.record(lane)
         self._count(-sum(flat.numel() for _, flat in block.staged))
@@ -384,7 +388,7 @@ class Residency:
         device, found = self.device, block.present
         order = () if found and not block.staged else [*order]
         if not found:
-            self._in_room(block, order, lambda: self.load(block, Priority.REQUIRED))
+            self._in_room(block, order, lambda: self.load((block,), Priority.REQUIRED))
         if block.staged:
             self._in_room(block, order, lambda: self.expand(block))
         weights = block.weights if weights is None else weights
@@ -439,7 +443,7 @@ class Residency:
         for lane in lanes.values():
             device.wait(device.d2h, device.record(lane), "weights out")
         pairs = [(weight.master, weight.on_device) for weight in written]
-        left = self._engine.copier.of(Owner(self._client, blocks[0].name)).send(pairs)
+        left = self.engine.copier.of(Owner(self._client, blocks[0].name)).send(pairs)
         for weight in written:
             weight.block.left, weight.block.left_unseen = left, True
             weight.dirty = False
@@ -482,6 +486,11 @@ class Residency:
             for event in (block.left, *(e for w in block.weights for e in w.ends_of_step())):
                 if event is not None:
                     self.device.synchronize(event)
+
+    def synchronize(self) -> None:
+        """Blocks the host until all copies have ended."""
+        for lane in (self.device.h2d, self.device.d2h):
+            self.device.synchronize(self.device.record(lane))
 
     # -- room ------------------------------------------------------------------------------------------------
     def make_room(

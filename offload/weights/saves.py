@@ -15,7 +15,7 @@ from torch import Tensor
 from offload.errors import OffloadError
 from offload.saved.handles import modified
 from offload.saved.hooks import SavedTensorHooks, inside_checkpoint
-from offload.weights.weight import Close, Weight
+from offload.weights.weight import Close, Weight, nobody
 
 __all__ = ["CopiedSave", "open_saves", "pack"]
 
@@ -37,23 +37,24 @@ def open_saves(hooks: SavedTensorHooks) -> tuple[Close, bool]:
     called. A checkpoint keeps none in its forward, and in its recompute an alias. And whether torch admits
     saved-tensor hooks here: the weights have to stay where it does not."""
     if hooks.sees_saves():
-        return None, True
+        return nobody, True
     if inside_checkpoint():
-        return (hooks.pop_aliases if hooks.push_aliases() else None), True
+        return (hooks.pop_aliases if hooks.push_aliases() else nobody), True
     if (
         torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     ):
         # also without gradients: they may be switched on inside
         return partial(hooks.pop, hooks.push(_TakesNothing())), True
-    return None, not torch.is_grad_enabled()
+    return nobody, not torch.is_grad_enabled()
 
 
 def pack(
     tensor: Tensor, *, weight: Weight, use: Callable[[Weight], None], expert: int | None = None
 ) -> _WeightSave | None:
     """What to keep of a tensor over the weight's storage, or over that of one of its experts; None for one
-    that is not its plain elements. use: has the weight's block on the device, for the current lane."""
+    that is not its plain elements. use: has the weight's block on the device, for the current lane, and keeps
+    alive who does."""
     plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
     return _WeightSave(tensor, weight, use, expert) if plain else None
 
@@ -66,16 +67,13 @@ class _WeightSave:
     def __init__(
         self, tensor: Tensor, weight: Weight, use: Callable[[Weight], None], expert: int | None
     ) -> None:
-        self._weight = weight
-        self._use = use
+        self._weight, self._use = weight, use
         self._dtype = tensor.dtype
         self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
         self._expert = expert
         # saved by a Function of the user's, which goes through the weight's class; not inside torch's own
         self._by_expert = weight.experts is not None and not (weight.block.entered or tensor.requires_grad)
-        with torch._C.DisableTorchFunctionSubclass():
-            self._version = weight.parameter._version
-        self._generation = weight.generation
+        self._version, self._generation = weight.parameter._version, weight.generation
 
     def read(self) -> Tensor:
         """As autograd unpacks a saved tensor: raises its error where the weight was written since, and
@@ -88,9 +86,7 @@ class _WeightSave:
                 "and that forward's backward: the bytes that the backward needs are gone; do it after the "
                 "backward, or write in place"
             )
-        with torch._C.DisableTorchFunctionSubclass():
-            found = weight.parameter._version
-        if found != self._version:
+        if (found := weight.parameter._version) != self._version:
             raise modified(self._dtype, self._layout[1], found, self._version)
         if (experts := weight.experts) is not None and self._expert is not None:
             storage: torch.UntypedStorage = experts.read(self._expert).untyped_storage()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import fnmatch
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,17 +37,18 @@ from offload.weights.keep import Plan, Size, best_plans, first_plan, least_windo
 from offload.weights.measured import Measured, MeasuredStep
 from offload.weights.order import Order, Pass, Use
 from offload.weights.parameters import Parameters
-from offload.weights.policy import Policy
 from offload.weights.readers import Readers
-from offload.weights.residency import Residency
+from offload.weights.residency import Policy, Residency
 from offload.weights.saves import open_saves
 from offload.weights.watched import make_plain, watch
-from offload.weights.weight import BlockWeights, Close, Weight, in_backward, is_alone, written
+from offload.weights.weight import BlockWeights, Close, Weight, in_backward, is_alone, nobody, written
 
 __all__ = ["WeightStream"]
 
 logger = speaker(__name__)
 
+_outside_transforms = temporarily_clear_interpreter_stack
+"""What moves is no part of what torch.func transforms."""
 _PHASES = {Pass.FORWARD: Phase.FORWARD, Pass.BACKWARD: Phase.BACKWARD}
 _PLANNED = 8
 """Uses of each block, such as of four microbatches, by which a longer step is planned: all of a generation's
@@ -55,12 +56,6 @@ would take minutes."""
 
 _TOO_SLOW = 1.2
 """Of what is planned with all weights on the device: what takes longer is said."""
-
-
-def _outside_transforms() -> AbstractContextManager[object]:
-    """What moves is no part of what torch.func transforms."""
-    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    return temporarily_clear_interpreter_stack() if is_transformed else nullcontext()
 
 
 class WeightStream(Client):
@@ -101,19 +96,13 @@ class WeightStream(Client):
         self.residency = Residency(
             engine, self.name, self.blocks, "weights_window_bytes", policy, self._readers
         )
-        self.experts = Experts(self.residency, engine, self._begin, self._use_saved)
+        self.experts = Experts(self.residency, self._begin, self._use_saved)
         what = f"the streamed weights of {self.model_name}"
         check_budget(engine.arena, self._host_bytes, what, "name fewer blocks")
         self._asked_bytes = limit_bytes or (0 if policy is None else 1 << 62)
-        self.limit_bytes = max(self._asked_bytes, least)
         self.order = Order()
-        self.figures = WeightFigures(
-            blocks=len(self.blocks),
-            streamed_bytes=self._host_bytes,
-            int8_bytes=self._int8_bytes,
-            resident=choice.resident,
-        )
-        self._take_plan(first_plan(self._sizes, self.limit_bytes))
+        self.figures = WeightFigures(blocks=len(self.blocks), resident=choice.resident)
+        self._resized()
         self._measured = Measured(engine.device, engine.copier)
         self._hits = self._misses = 0
         self._said = Once()
@@ -122,7 +111,7 @@ class WeightStream(Client):
         reference = weakref.ref(self)
         for weight in self._weights:
             weight.holder = reference
-        self._parameters = Parameters(engine, self.blocks, self.residency, self._use_saved, self._resized)
+        self._parameters = Parameters(self.residency, self._use_saved, self._resized)
         self._say_shared()
         self._parameters.take(model)
         self.model = weakref.ref(model)
@@ -155,18 +144,15 @@ class WeightStream(Client):
             during = Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE
             self._used(block, during, block.weights)
             block.entered += 1
+            transformed = torch._C._functorch.peek_interpreter_stack() is not None
+            is_plain = block.compiled or transformed or in_backward()  # as a recompute's saves are
             for weight in block.weights:
-                if weight.uses is None or not self._may_learn(block, weight):
+                if is_plain or weight.uses is None or weight.parameter.requires_grad:
                     make_plain(weight.parameter)
             if self._measured.tokens is None:
                 self._measured.look_at((*args, *kwargs.values()))
         self._say_casts(block)
         return self._open_pair((block,))
-
-    def _may_learn(self, block: BlockWeights, weight: Weight) -> bool:
-        """Whether a weight's class may watch in the forward that begins. A recompute's saves are plain."""
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None
-        return not (block.compiled or transformed or in_backward() or weight.parameter.requires_grad)
 
     def _open_pair(self, blocks: Collection[BlockWeights]) -> Close:
         """As `open_saves`; where torch admits no saved-tensor hooks the blocks stay, which is said once."""
@@ -187,8 +173,7 @@ class WeightStream(Client):
 
     def leave(self, block: BlockWeights, close: Close) -> None:
         """As Holder."""
-        if close is not None:
-            close()
+        close()
         with self._lock:
             self._released(block)
             if not self.removed:
@@ -294,7 +279,7 @@ class WeightStream(Client):
         for weight in weights:
             blocks.setdefault(weight.block, []).append(weight)
         held: list[BlockWeights] = []
-        close: Close = None
+        close: Close = nobody
         try:
             with self._lock:
                 for block, used in blocks.items():
@@ -305,23 +290,20 @@ class WeightStream(Client):
             close = self._open_pair(blocks)
             yield
         finally:
-            if close is not None:
-                close()
+            close()
             with self._lock:
                 for block in held:
                     self._released(block)
 
     def wrote(self, weight: Weight) -> None:
         """As Holder. Raises OffloadError for an INT8 weight, which is as before then."""
+        weight.version = weight.parameter._version
         if weight.int8:
             with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 weight.parameter.data.copy_(weight.on_host())
-                weight.version = weight.parameter._version
             raise written(weight)
         weight.dirty = True
-        with torch._C.DisableTorchFunctionSubclass():
-            weight.version = weight.parameter._version
-            self._device.note_write(self._device.compute, weight.parameter)
+        self._device.note_write(self._device.compute, weight.on_device)
         if weight.experts is not None:
             weight.experts.forget()
 
@@ -340,11 +322,6 @@ class WeightStream(Client):
         self._readers.note()
         with self._lock:
             return self._parameters.host_copy(weight)
-
-    def refresh(self, weight: Weight) -> None:
-        """As Holder. Blocks the host for a copy that is still to come."""
-        if weight.is_read_on_host:
-            self.host_copy(weight)
 
     def claim(self, weight: Weight) -> Claim:
         """As Holder. The master has the newest bytes, or will behind the events."""
@@ -391,13 +368,12 @@ class WeightStream(Client):
     def int8_weights(self) -> list[Weight]:
         return [weight for weight in self._weights if weight.int8]
 
-    @property
-    def _int8_bytes(self) -> int:
-        return sum(block.link_bytes - block.nbytes + block.expanded_bytes for block in self.blocks)
-
-    def _resized(self, block: BlockWeights) -> None:
-        self._sizes[block.index] = Size(block.nbytes, block.link_bytes)
-        self.figures.streamed_bytes, self.figures.int8_bytes = self._host_bytes, self._int8_bytes
+    def _resized(self) -> None:
+        """Blocks have other bytes than before: plan as if nothing were measured."""
+        self._sizes = [Size(block.nbytes, block.link_bytes) for block in self.blocks]
+        self.figures.streamed_bytes = self._host_bytes
+        int8 = (block.link_bytes - block.nbytes + block.expanded_bytes for block in self.blocks)
+        self.figures.int8_bytes = sum(int8)
         whole = [*self._sizes]
         for each in self.experts.weights:
             size, nbytes = whole[each.parent.index], each.weight.nbytes
@@ -490,21 +466,20 @@ class WeightStream(Client):
     def _learn(self, blocks: Collection[BlockWeights]) -> None:
         if self.residency.policy is None and self.experts.learn(blocks):
             self.figures.expert_weights = len(self.experts.weights)
-            for block in self.blocks:
-                self._resized(block)
+            self._resized()
 
     def _plan_with(self, step: MeasuredStep) -> None:
         sizes, rate = self._sizes, step.bytes_per_s
-        self.figures.compute_ms = step.compute_s * 1e3
+        self.figures.compute_ms = sum(seconds for _, seconds in step.uses) * 1e3
         if self.residency.policy is not None:
             return
         limits = self._limit_of_blocks, self._limit_of_blocks + 10**9
-        uses = step.blocks[: _PLANNED * len(sizes)]
+        uses = [(use.block, seconds) for use, seconds in step.uses[: _PLANNED * len(sizes)]]
         (plan, took_s), (_, with_more_s) = best_plans(uses, sizes, limits, rate)
         compute_s, times = sum(seconds for _, seconds in uses), len(step.uses) / len(uses)
         self.figures.next_gb_ms = (took_s - with_more_s) * times * 1e3
         self._take_plan(plan)
-        if self._may_say_link() and 0 < compute_s * _TOO_SLOW < took_s:
+        if self._may_say_link() and 0 < compute_s * _TOO_SLOW < took_s and self._said.first("link"):
             self._say_link(took_s / compute_s, step.longest_pass(sizes))
 
     def _may_say_link(self) -> bool:
@@ -519,15 +494,10 @@ class WeightStream(Client):
         self.figures.kept_blocks, self.figures.limit_bytes = len(plan.keep), self.limit_bytes
 
     def _say_link(self, slower: float, longer: float) -> None:
-        if not self._said.first("link"):
-            return
-        tokens = self._measured.tokens
-        hides = (
-            ""
-            if tokens is None
-            else f" It would hide from about {round(tokens * longer):,} tokens a "
-            f"forward on; this one has {tokens:,}."
-        )
+        tokens, hides = self._measured.tokens, ""
+        if tokens is not None:
+            hidden = round(tokens * longer)
+            hides = f" It would hide from about {hidden:,} tokens a forward on; this one has {tokens:,}."
         logger.warning(
             "%s: the link makes a step %.0f%% longer than with all weights on the device: a block's weights "
             "take longer to come than the block computes.%s Give weights= more bytes (explain() has what the "
@@ -551,7 +521,7 @@ class WeightStream(Client):
             if not self.removed:
                 for each in [*self.experts.weights]:
                     each.end()
-                    self._resized(each.parent)
+                    self._resized()
                 self._parameters.give_back(where)
                 self.removed = True
                 for handle in self._handles:

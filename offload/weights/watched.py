@@ -31,7 +31,7 @@ from offload.errors import OffloadError
 from offload.params.home import HOME
 from offload.params.watched import READ_NO_BYTES, Watched, accessors, methods, untouched, watched_in
 from offload.weights.forms import form_of
-from offload.weights.weight import GradientHolder, Holder, Weight, in_backward, written
+from offload.weights.weight import GradientHolder, Holder, Weight, in_backward, nobody, written
 
 __all__ = ["StreamedGradient", "StreamedWeight", "make_plain", "orphan", "owner_of", "watch"]
 
@@ -93,8 +93,8 @@ class StreamedWeight(Watched):
                 "weight.detach().clone(), and copy the result back"
             )
         if func in _NO_BYTES:
-            trains = func in _TRAIN and {*args[1:], *kwargs.values()} != {False}
-            if trains and isinstance(args[0], cls) and is_parameter(args[0]) and owner_of(args[0]).int8:
+            trains = func in _TRAIN and {*args[1:], *kwargs.values()} != {False} and isinstance(args[0], cls)
+            if trains and isinstance(args[0], nn.Parameter) and owner_of(args[0]).int8:
                 raise written(owner_of(args[0]))
             return untouched(func, args, kwargs)
         found = list(watched_in((args, kwargs), StreamedWeight))
@@ -135,8 +135,7 @@ class StreamedWeight(Watched):
     @classmethod
     def make_ready(cls, found: Any) -> None:
         for tensor in watched_in(found, StreamedWeight):
-            weight = owner_of(tensor)
-            with holder_of(weight).hold((weight,)):
+            with _held((owner_of(tensor),)):
                 pass
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -149,21 +148,20 @@ class StreamedWeight(Watched):
             copied = _on_host(self).clone(memory_format=torch.preserve_format)
             memo[id(self)] = (
                 nn.Parameter(copied, self.requires_grad)
-                if is_parameter(self)
+                if isinstance(self, nn.Parameter)
                 else copied.requires_grad_(self.requires_grad)
             )
         return memo[id(self)]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        weight = owner_of(self)
-        with holder_of(weight).hold((weight,)):
+        with _held((owner_of(self),)):
             plain = untouched(Tensor.detach, (self,), {})
-            text = repr(nn.Parameter(plain, self.requires_grad) if is_parameter(self) else plain)
+            text = repr(nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain)
         return text
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         on_host = _on_host(self)
-        if is_parameter(self):
+        if isinstance(self, nn.Parameter):
             return torch._utils._rebuild_parameter, (on_host, self.requires_grad, OrderedDict())
         return on_host.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
@@ -223,15 +221,7 @@ def make_plain(tensor: Tensor, *, for_good: bool = False) -> None:
 
 def orphan(tensor: Tensor) -> None:
     """Its bytes are gone: who touches it gets an error."""
-    vars(tensor)[HOME] = _nobody
-
-
-def _nobody() -> None:
-    """Owns what is orphaned."""
-
-
-def is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
+    vars(tensor)[HOME] = nobody
 
 
 def owner_of(tensor: Tensor) -> Weight:
@@ -343,13 +333,10 @@ def _differentiate(func: Callable[..., Any], outputs: Any, inputs: Sequence[Any]
         untouched(get_gradient_edge, (each,), {}) if isinstance(each, StreamedWeight) else each
         for each in inputs
     ]
-    fill = kwargs.get("materialize_grads", False)
     options = {**kwargs, "inputs": edges}
-    if fill:
-        options |= {"materialize_grads": False, "allow_unused": True}
-    found = func(outputs, **options)
-    if not fill:
-        return found
+    if not kwargs.get("materialize_grads", False):
+        return func(outputs, **options)
+    found = func(outputs, **options | {"materialize_grads": False, "allow_unused": True})
     zeros = partial(torch.zeros_like, requires_grad=bool(kwargs.get("create_graph")))
     return tuple(zeros(each) if got is None else got for each, got in zip(inputs, found, strict=True))
 
@@ -393,10 +380,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     """The tensor's elements on the CPU, in the master."""
     weight = owner_of(tensor)
     on_host = holder_of(weight).host_copy(weight)
-    with torch._C.DisableTorchFunctionSubclass():
-        if tensor.dtype != on_host.dtype:
-            on_host = on_host.view(tensor.dtype)
-        return on_host.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return on_host.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _set_data(tensor: Tensor, value: Tensor) -> None:

@@ -26,10 +26,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from offload.device import Device, Event, Lane
 from offload.device.rows import expand_rows
 from offload.errors import OffloadError
-from offload.memory.arena import HostArena
+from offload.memory.arena import Block, HostArena
 from offload.params.home import Claim, Stepper, has_own_storage, is_alone, use_count
-from offload.params.layout import lay_out
-from offload.params.sections import FlatSpec, HostSection
 from offload.params.watched import Watched, watched_in
 from offload.transfer.layout import bytes_of
 
@@ -44,12 +42,11 @@ __all__ = [
     "has_own_storage",
     "in_backward",
     "is_alone",
+    "nobody",
     "written",
 ]
 
-_FLAT = "weights"
-
-Close = Callable[[], None] | None
+Close = Callable[[], object]
 """Ends what a forward has opened."""
 
 
@@ -117,9 +114,6 @@ class BlockHolder(Holder, Protocol):
     def leave(self, block: BlockWeights, close: Close) -> None:
         """It is over, or was left by an exception."""
 
-    def refresh(self, weight: Weight) -> None:
-        """What `host_copy` gave has the newest bytes."""
-
     def adopt(self, weight: Weight) -> None:
         """The parameter that load_state_dict(assign=True) has put in its place streams from here on."""
 
@@ -127,8 +121,8 @@ class BlockHolder(Holder, Protocol):
         """A step of an optimizer that keeps state on the host may use its bytes."""
 
 
-def _nobody() -> None:
-    """A weak reference to nothing, before there is one."""
+def nobody() -> None:
+    """As a weak reference to nothing."""
 
 
 class Weight:
@@ -175,35 +169,29 @@ class Weight:
         self.version = parameter._version
         self.generation = 0
         self.block: BlockWeights
-        self.holder: Callable[[], Holder | None] = _nobody
+        self.holder: Callable[[], Holder | None] = nobody
         self.unswappable: object = None  # a weak reference: torch.utils.swap_tensors refuses what has one
-        self.storage: torch.UntypedStorage
-        self.on_device: Tensor
-        self._section: HostSection | None = None
+        self._lent: tuple[HostArena, Block] | None = None
         self._aliases: list[weakref.ref[Tensor]] = []
         self._on_host: Tensor | None = None
-        self._array: Callable[[], object] = _nobody  # whose memory the host's copy is
+        self._array: Callable[[], object] = nobody  # whose memory the host's copy is
         self._host_version = 0
-        self._copies: Any = (
-            WeakTensorKeyDictionary()
-        )  # of an INT8 weight, in state dicts: version when written
+        # of an INT8 weight, in state dicts: version when written
+        self._copies: Any = WeakTensorKeyDictionary()
         self._host_is_old = False  # a step has begun since it was given out
-        self._stepped_by: tuple[Callable[[], Stepper | None], int] = _nobody, 0
+        self._stepped_by: tuple[Callable[[], Stepper | None], int] = nobody, 0
         self._others_step: tuple[Event, ...] = ()  # of the optimizer that stepped it before that one
 
     def make_master(self, arena: HostArena) -> Tensor:
         """Host bytes for the parameter as it is now. Blocks the host for the pinning. Raises
         HostBudgetError, and keeps what it had then."""
         self.nbytes = self.parameter.numel() * self.parameter.element_size()
-        fits = self._section is not None and self.master.numel() == self.link_bytes
+        fits = self._lent is not None and self.master.numel() == self.link_bytes
         if not fits or self._reader_of_host_copy() is not None:
-            size = 1 if self.int8 else self.parameter.element_size()
-            numel = self.link_bytes // size
-            (layout,) = lay_out([(0, numel)], bucket_numel=1 << 62, section_numel=1 << 62, whole=True)
-            section = HostSection(arena, layout, [FlatSpec(_FLAT, size, True)])
+            block = arena.contiguous(self.link_bytes)
             self.close()
-            self._section = section
-            self.master: Tensor = section.slot(_FLAT, 0, numel)
+            self._lent = arena, block
+            self.master: Tensor = block.extents[0]
         self._on_host = None
         return self.master
 
@@ -221,10 +209,9 @@ class Weight:
         values = values.view(torch.int8).as_strided(shape, self.parameter.stride())
         return values, scales.view(torch.float32).view(*shape[:-1], 1)
 
-    def write_master(self, value: Tensor) -> None:
-        """value: on the CPU, of the parameter's shape and dtype."""
-        elements = self.master.view(self.parameter.dtype)
-        elements.as_strided(self.parameter.shape, self.parameter.stride()).copy_(value)
+    def elements(self, flat: Tensor) -> Tensor:
+        """flat: the parameter's bytes, 1-D, uint8, such as a master that is not INT8. As the parameter."""
+        return flat.view(self.parameter.dtype).as_strided(self.parameter.shape, self.parameter.stride())
 
     def _reader_of_host_copy(self) -> object | None:
         """What lives as long as somebody else has the host's copy; None where nobody has. Our own is gone."""
@@ -247,19 +234,20 @@ class Weight:
     def close(self, after: Event | None = None) -> None:
         """Give the host memory back. after: comes after all copies of it, and no lock is taken then; None
         where none is in flight."""
-        section, self._section = self._section, None
-        if section is None:
+        lent, self._lent = self._lent, None
+        if lent is None:
             return
+        arena, block = lent
         for known in self._copies.data.copy():
             if (tensor := known()) is not None:
                 ExpandedLater.make_ready(tensor)
         array = self._reader_of_host_copy()
         if array is not None:  # somebody reads the host's copy, such as a state dict: it goes with them
-            weakref.finalize(array, section.close_later, after).atexit = False
+            weakref.finalize(array, arena.give_back_later, block, after).atexit = False
         elif after is not None:
-            section.close_later(after)
+            arena.give_back_later(block, after)
         else:
-            section.close()
+            arena.give_back(block, None)
 
     # -- steps by an optimizer that keeps state on the host --------------------------------------------------
     @property
@@ -268,7 +256,7 @@ class Weight:
 
     def is_of(self, parameter: Tensor) -> bool:
         """As Home."""
-        return self.parameter is parameter and self._section is not None and self.holder() is not None
+        return self.parameter is parameter and self._lent is not None and self.holder() is not None
 
     def keeper(self) -> nn.Module | None:
         """As Home."""
@@ -353,8 +341,7 @@ class Weight:
             if self._on_host is None or self._on_host.data_ptr() != self.master.data_ptr():
                 array = self.master.numpy()
                 self._array = weakref.ref(array)
-                exact = torch.from_numpy(array).view(self.parameter.dtype)
-                self._on_host = exact.as_strided(self.parameter.shape, self.parameter.stride())
+                self._on_host = self.elements(torch.from_numpy(array))
                 self._host_version = self._on_host._version
             self._host_is_old = False
             return self._on_host.detach()

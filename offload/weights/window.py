@@ -54,7 +54,6 @@ import torch
 from torch import Tensor
 
 from offload.device import Event, Lane
-from offload.engine import OffloadEngine
 from offload.ids import Owner
 from offload.transfer.admission import Direction, Priority
 from offload.weights.order import Order, Pass, Use
@@ -148,8 +147,8 @@ class Window:
     | homes | lanes that the memory was allocated on, by id |
     """
 
-    def __init__(self, residency: Residency, engine: OffloadEngine) -> None:
-        self._residency, self._engine, self._device = residency, engine, engine.device
+    def __init__(self, residency: Residency) -> None:
+        self._residency, self._engine, self._device = residency, residency.engine, residency.device
         self.weights: list[Streamed] = []
         self.hits = self.misses = self.room_bytes = 0
         self.lane: Lane | None = None
@@ -319,8 +318,8 @@ class Window:
                 continue
             self._due[each] = place
             here = self._here(each)
-            likely = [expert for expert, mean in enumerate(each.tokens) if mean >= _LEAST_TOKENS]
-            chunks = self._chunks(each, [expert for expert in likely if expert not in here])
+            likely = [at for at, mean in enumerate(each.tokens) if mean >= _LEAST_TOKENS and at not in here]
+            chunks = self._chunks(each, likely)
             self._ahead.extend((place, each, chunk) for chunk in chunks)
             number += len(chunks) + sum(slot.owner is each for slot in self._slots)
             if number >= self._number:

@@ -105,7 +105,7 @@ def fetched_by_another_lane(device: SimDevice) -> None:
             residency.drop(block)
             # beside one that left long ago, by one piece
             other = next(each for each in residency.blocks if not each.present and each is not block)
-            assert residency.load_all((other, block), Priority.SPECULATIVE)
+            assert residency.load((other, block), Priority.SPECULATIVE)
         handle.remove()
 
 
@@ -117,7 +117,7 @@ def cleared_while_it_comes(device: SimDevice) -> None:
         backward(model, 0)
         residency = gradients_of(handle).residency
         block = next(block for block in residency.blocks if not block.present and block.weights)
-        assert residency.load(block, Priority.SPECULATIVE)
+        assert residency.load((block,), Priority.SPECULATIVE)
         model.zero_grad()
         side = device.new_compute_lane("side")
         with device.use_lane(side):

@@ -121,7 +121,7 @@ def fetched_by_another_lane(device: SimDevice) -> None:
         residency = streaming_of(handle).residency
         with device.use_lane(device.new_compute_lane("side")):
             residency.drop(residency.blocks[2])
-            assert residency.load(residency.blocks[2], Priority.SPECULATIVE)
+            assert residency.load((residency.blocks[2],), Priority.SPECULATIVE)
         handle.remove()
 
 

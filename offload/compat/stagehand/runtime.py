@@ -96,10 +96,8 @@ class InMemorySource:
 
 
 def _fill(weight: Weight, source: BlockSource) -> None:
-    parameter = weight.parameter
-    flat = weight.master.view(parameter.dtype)
     with torch.inference_mode(False), torch.no_grad():
-        source.read(weight.name, flat.as_strided(parameter.shape, parameter.stride()))
+        source.read(weight.name, weight.elements(weight.master))
 
 
 class _Calls(BlockCalls):

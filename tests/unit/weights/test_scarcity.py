@@ -119,9 +119,9 @@ def test_no_more_is_fetched_ahead_than_the_kind_may_have() -> None:
         for most, refused in ((None, (False, False)), (2 * BLOCK_BYTES, (False, True)), (1, (True, True))):
             impose(pair.stream._engine, kind_ahead_bytes=most)
             assert not residency.is_far_ahead(first)
-            assert residency.load(first, Priority.SPECULATIVE)
+            assert residency.load((first,), Priority.SPECULATIVE)
             found = [residency.is_far_ahead(second)]
-            assert residency.load(second, Priority.SPECULATIVE)
+            assert residency.load((second,), Priority.SPECULATIVE)
             assert (*found, residency.is_far_ahead(third)) == refused
             for block in (first, second):
                 residency.drop(block)
@@ -158,19 +158,19 @@ def test_a_gradient_is_fetched_ahead_only_where_its_kind_may_have_more() -> None
             stream, ahead = gradients_of(pair.handle), [0]
             impose(pair.stream._engine, kind_ahead_bytes=most)
 
-            def load_all(
+            def loading(
                 blocks: Any,
                 priority: Priority,
                 stream: Any = stream,
                 ahead: Any = ahead,
-                load: Any = stream.residency.load_all,
+                load: Any = stream.residency.load,
             ) -> Any:
                 loaded = load(blocks, priority)
                 if priority < Priority.REQUIRED and loaded:
                     ahead.append(sum(each.present and not each.readers for each in stream.blocks))
                 return loaded
 
-            stream.residency.load_all = load_all  # type: ignore[method-assign]
+            stream.residency.load = loading  # type: ignore[method-assign]
             optimizers = pair.optimizers()
             for _ in range(2):
                 for _ in range(3):  # microbatches, each of which adds to them
