@@ -184,8 +184,7 @@ class ExpertWeight(Streamed):
                     own = torch.empty(0, dtype=like.dtype, device=like.device)
                     own.set_(storage, 0, like.shape, like.stride())
                 self.given[expert] = _Given(own, own._version, device.compute)
-                save = partial(pack, weight=self.weight, use=self._all.use_saved, expert=expert)
-                hooks.streamed[storage._cdata] = save
+                hooks.streamed[storage._cdata] = partial(pack, weight=self.weight, expert=expert)
             return self.given[expert].matrix.detach()
 
     def _begin(self, counts: Sequence[int], during: Pass) -> Iterator[tuple[list[int], Tensor]]:
@@ -274,17 +273,11 @@ class _Product(torch.autograd.Function):
 
 
 class Experts:
-    """All weights of one model that stream by the expert. begin: called before each use. use_saved: as for
-    `pack`. window: their memory on the device. waited_s: of the host, for numbers of rows."""
+    """All weights of one model that stream by the expert. begin: called before each use. window: their memory
+    on the device. waited_s: of the host, for numbers of rows."""
 
-    def __init__(
-        self,
-        residency: Residency,
-        begin: Callable[[BlockWeights], None],
-        use_saved: Callable[[Weight], None],
-    ) -> None:
-        self.residency, self.engine = residency, residency.engine
-        self.begin, self.use_saved = begin, use_saved
+    def __init__(self, residency: Residency, begin: Callable[[BlockWeights], None]) -> None:
+        self.residency, self.engine, self.begin = residency, residency.engine, begin
         self.lock, self.window = residency.engine.lock, Window(residency)
         self.weights: list[ExpertWeight] = []
         self.waited_s = 0.0

@@ -30,9 +30,9 @@ class Gradient(Weight):
     def __init__(
         self, owner: nn.Parameter, name: str, module: nn.Module, attribute: str, index: int, device: Device
     ) -> None:
-        self._tensor: Callable[[], Tensor | None] = nobody
         super().__init__(owner, name, module, attribute)
-        self._tensor = self.returned = nobody
+        self._tensor: Callable[[], Tensor | None] = nobody
+        self.returned: Callable[[], object] = nobody
         self.let_go: Callable[[], Tensor | None] = nobody  # that stays until a backward has added to it
         self.norm: tuple[object, Lane, Tensor] | None = None
         """What `torch._foreach_norm` was asked, the lane, and its answer, until the gradient is written."""

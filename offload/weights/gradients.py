@@ -111,7 +111,7 @@ class GradientStream(Client):
         check_budget(engine.arena, total, f"the gradients of {type(model).__name__}", "leave gradients= out")
         sizes = {gradient.name: gradient.nbytes for gradient in self.gradients}
         self.blocks = [gradient.block for gradient in self.gradients]
-        self.residency = Residency(engine, self.name, self.blocks, "gradients_window_bytes")
+        self.residency = Residency(engine, self.name, self.blocks)
         self.residency.bound(window_bytes(sizes), sum(sorted(sizes.values())[-3:]))
         self.order = Order()
         self.figures = GradientFigures(window_bytes=self.residency.window_bytes)
@@ -422,13 +422,9 @@ class GradientStream(Client):
         if all(block.present or not block.weights for block in self.blocks):
             return
         self._trim()
-        self.residency.fetch_ahead(
-            self.order,
-            {*stay, *self._going_indices},
-            # one is about to be made, in the room that there is
-            is_end=lambda block: block.index in self._over or not block.weights,
-            piece_bytes=self._piece_bytes,
-        )
+        # of a block without weights a gradient is about to be made, in the room that there is
+        end = self._over.union(block.index for block in self.blocks if not block.weights)
+        self.residency.fetch_ahead(self.order, {*stay, *self._going_indices}, end, self._piece_bytes)
 
     def _trim(self, coming_bytes: int = 0) -> None:
         """Give back the memory of what has gone, all but that of the last, which the loop may use again. Half
@@ -568,7 +564,7 @@ class GradientStream(Client):
             self.residency.synchronize()
             for gradient in self.gradients:
                 gradient.close()
-            self.residency.end()
+            self.residency.share.end()
             self._engine.detach(self)
 
 

@@ -35,14 +35,11 @@ _plainly = torch._C.DisableTorchFunctionSubclass
 
 
 class Parameters:
-    """The streamed parameters of some blocks. use: has a weight's block on the device. resized: called when
-    blocks have other bytes than before."""
+    """The streamed parameters of some blocks. resized: called when blocks have other bytes than before."""
 
-    def __init__(
-        self, residency: Residency, use: Callable[[Weight], None], resized: Callable[[], None]
-    ) -> None:
+    def __init__(self, residency: Residency, resized: Callable[[], None]) -> None:
         self._engine, self._device, self._blocks = residency.engine, residency.device, residency.blocks
-        self._residency, self._use, self._resized = residency, use, resized
+        self._residency, self._resized = residency, resized
         # not streamed: a tensor, and its data before; None of one that was on meta
         self._moved_here: list[tuple[Tensor, Tensor | None]] = []
         self._model: Callable[[], nn.Module | None] = nobody
@@ -167,7 +164,7 @@ class Parameters:
                 device.note_write(device.compute, parameter)
                 self._send(weight, weight.on_device)
             device.free(weight.storage)
-        self._engine.hooks.streamed[weight.storage._cdata] = partial(pack, weight=weight, use=self._use)
+        self._engine.hooks.streamed[weight.storage._cdata] = partial(pack, weight=weight)
         watch(parameter, weight)
 
     def _rest_at(self, where: torch.device, weight: Weight) -> None:
@@ -182,6 +179,7 @@ class Parameters:
                 self._device.refill(weight.storage, weight.nbytes)
                 weight.parameter.data.copy_(weight.on_host())
         weight.close()
+        weight.use = nobody  # a save that is still to be read finds its bytes
         del weight.storage, weight.on_device  # or the next apply() would find somebody who shares its memory
 
     def give_back(self, where: torch.device | None) -> None:
@@ -195,20 +193,17 @@ class Parameters:
                 weight.await_step()
             self.take_host_writes(block)
         self._residency.flush(self._blocks)
-        blocks = [
-            (block, any((where or weight.origin) == here for weight in block.weights))
-            for block in self._blocks
-        ]
-        for block, stays in blocks:
+        stay = {block for block in self._blocks if any((where or w.origin) == here for w in block.weights)}
+        for block in self._blocks:
             if block.present:
                 self._residency.refresh(block, block.weights)
-            elif stays:
+            elif block in stay:
                 self._residency.load((block,), Priority.REQUIRED)
-            if block.staged and stays:
+            if block.staged and block in stay:
                 self._residency.expand(block)
         self._residency.synchronize()
-        for block, stays in blocks:
-            if block.present and not stays:
+        for block in self._blocks:
+            if block.present and block not in stay:
                 self._residency.drop(block)
             for weight in block.weights:
                 self._rest_at(where or weight.origin, weight)
@@ -248,14 +243,12 @@ class Parameters:
             for weight in weights:
                 elements = None if weight.without_values else weight.on_host()
                 weight.int8 = False
-                if elements is None:
-                    continue
                 try:
-                    master = weight.make_master(self._engine.arena)
+                    if elements is not None:
+                        weight.elements(weight.make_master(self._engine.arena)).copy_(elements)
                 except BaseException:
                     weight.int8 = True
                     raise
-                weight.elements(master).copy_(elements)
         finally:
             block.count()
             self._resized()
@@ -283,13 +276,12 @@ class Parameters:
         for weight in written:
             weight.dirty = False
             weight.writes += 1
+            torch.autograd.graph.increment_version(weight.parameter)
+            weight.version = weight.parameter._version
             if weight.experts is not None:
                 weight.experts.forget()
         if written and block.present:
             self._residency.drop(block)
-        for weight in written:
-            torch.autograd.graph.increment_version(weight.parameter)
-            weight.version = weight.parameter._version
         if lost is not None:
             raise lost
 
@@ -358,7 +350,7 @@ class Parameters:
         """Who has an alias of the weight keeps its bytes, as plain tensors that share them."""
         if not (aliases := weight.aliases()):
             return
-        self._use(weight)
+        weight.use(weight)
         kept = weight.on_device.clone().untyped_storage()
         for alias in aliases:
             layout = alias.storage_offset(), alias.shape, alias.stride()

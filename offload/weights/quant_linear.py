@@ -77,10 +77,7 @@ class QuantLinear(nn.Module):
                 )
             return _expanded(values, scales, dtype).as_strided(*kept)
 
-        hooks: Any = nullcontext()
-        if has_hooks:
-            hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-        with hooks:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack) if has_hooks else nullcontext():
             return F.linear(x, weight, None if self.bias is None else self.bias.to(dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:

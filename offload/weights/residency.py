@@ -112,23 +112,18 @@ class Policy(Protocol):
 
 
 class Residency:
-    """The device's share of some blocks. client: whose copies they are. cap: of the limits, what bounds
-    `window_bytes`: blocks that the plan does not keep, on the device at once. policy: decides in the plan's
-    place. callers: threads that may read beside a forward. Called under the engine's lock; blocks the host:
+    """The device's share of some blocks. client: whose copies they are, "weights" or "gradients". policy:
+    decides in the plan's place. window_bytes: of blocks that the plan does not keep, on the device at once.
+    readers: threads that may read beside a forward. Called under the engine's lock; blocks the host:
     only in `flush`, `drop` and `use`."""
 
     def __init__(
-        self,
-        engine: OffloadEngine,
-        client: str,
-        blocks: Sequence[BlockWeights],
-        cap: Cap,
-        policy: Policy | None = None,
-        callers: Readers | None = None,
+        self, engine: OffloadEngine, client: str, blocks: Sequence[BlockWeights], policy: Policy | None = None
     ) -> None:
         self.engine, self.device, self.blocks = engine, engine.device, blocks
-        self._client, self.policy, self._callers = client, policy, callers
-        self._share, self._cap = engine.limits.contributor(client, self), cap
+        self._client, self.policy, self.readers = client, policy, Readers()
+        self.share = engine.limits.contributor(client, self)
+        self._cap: Cap = "weights_window_bytes" if client == "weights" else "gradients_window_bytes"
         self.window_bytes = self._planned_bytes = self._least_bytes = 0
         self.in_bytes = self.out_bytes = 0
         self.stalls = Stalls(engine.device)
@@ -149,39 +144,30 @@ class Residency:
     def bound(self, window_bytes: int, least_bytes: int) -> None:
         """The window of a plan. Others may bound it lower, to `least_bytes`."""
         self._planned_bytes, self._least_bytes = window_bytes, min(window_bytes, least_bytes)
-        self._share.bound(self._cap, window_bytes, is_own=True)
+        self.share.bound(self._cap, window_bytes, is_own=True)
         self.follow_limits()
 
     def follow_limits(self) -> bool:
         """Between steps: take the bounds that others contribute now. Whether the window is smaller."""
-        before, bound = self.window_bytes, self._share.least(self._cap)
+        before, bound = self.window_bytes, self.share.least(self._cap)
         self.window_bytes = max(self._least_bytes, self._planned_bytes if bound is None else bound)
         return self.window_bytes < before
 
-    def end(self) -> None:
-        """It bounds nothing any more."""
-        self._share.end()
-
     # -- in --------------------------------------------------------------------------------------------------
     def fetch_ahead(
-        self,
-        order: Order,
-        stay: Collection[int],
-        *,
-        is_end: Callable[[BlockWeights], bool] = lambda block: False,
-        piece_bytes: int = 0,
+        self, order: Order, stay: Collection[int], end: Collection[int] = (), piece_bytes: int = 0
     ) -> None:
         """Fetch what comes next, by the piece, as long as it fits beside what comes before it, while that is
-        expanded. is_end: of a block that is not fetched, nor what comes after it. piece_bytes: at least, but
-        for the last one."""
+        expanded. end: blocks that are not fetched, nor what comes after the first of them. piece_bytes: at
+        least, but for the last one."""
         seen, before, expanding = set(stay), 0, 0  # bytes
         piece: list[BlockWeights] = []
         for index in order.coming():
             if index in seen:
                 continue
-            block = self.blocks[index]
-            if is_end(block):
+            if index in end:
                 break
+            block = self.blocks[index]
             coming = sum(each.link_bytes for each in piece)
             if not block.present:
                 expanding = max(expanding, block.expanded_bytes)
@@ -455,8 +441,8 @@ class Residency:
         another thread's call that reads it. Order: [Order: weights gone]."""
         device, home = self.device, block.home
         assert home is not None  # it is present
-        if block.called and self._callers is not None:
-            self._callers.await_calls(block.called)
+        if block.called:
+            self.readers.await_calls(block.called)
             block.called = {}
         self.write_back(block)
         for lane in block.readers.values():

@@ -6,7 +6,6 @@ read, in whatever order the backward makes it, loads first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -49,25 +48,20 @@ def open_saves(hooks: SavedTensorHooks) -> tuple[Close, bool]:
     return nobody, not torch.is_grad_enabled()
 
 
-def pack(
-    tensor: Tensor, *, weight: Weight, use: Callable[[Weight], None], expert: int | None = None
-) -> _WeightSave | None:
+def pack(tensor: Tensor, *, weight: Weight, expert: int | None = None) -> _WeightSave | None:
     """What to keep of a tensor over the weight's storage, or over that of one of its experts; None for one
-    that is not its plain elements. use: has the weight's block on the device, for the current lane, and keeps
-    alive who does."""
+    that is not its plain elements."""
     plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
-    return _WeightSave(tensor, weight, use, expert) if plain else None
+    return _WeightSave(tensor, weight, expert) if plain else None
 
 
 class _WeightSave:
     """A save."""
 
-    __slots__ = ("_by_expert", "_dtype", "_expert", "_generation", "_layout", "_use", "_version", "_weight")
+    __slots__ = ("_by_expert", "_dtype", "_expert", "_generation", "_layout", "_version", "_weight")
 
-    def __init__(
-        self, tensor: Tensor, weight: Weight, use: Callable[[Weight], None], expert: int | None
-    ) -> None:
-        self._weight, self._use = weight, use
+    def __init__(self, tensor: Tensor, weight: Weight, expert: int | None) -> None:
+        self._weight = weight
         self._dtype = tensor.dtype
         self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
         self._expert = expert
@@ -98,7 +92,7 @@ class _WeightSave:
             return view
         with torch._C.DisableTorchFunctionSubclass():
             alias = weight.parameter.detach()  # so that no other thread's use takes the bytes away meanwhile
-        self._use(weight)
+        weight.use(weight)
         storage, (offset, *rest) = alias.untyped_storage(), self._layout
         offset += (self._expert or 0) * (weight.nbytes // weight.parameter.shape[0]) // self._dtype.itemsize
         return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, offset, *rest)

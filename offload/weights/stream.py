@@ -37,7 +37,6 @@ from offload.weights.keep import Plan, Size, best_plans, first_plan, least_windo
 from offload.weights.measured import Measured, MeasuredStep
 from offload.weights.order import Order, Pass, Use
 from offload.weights.parameters import Parameters
-from offload.weights.readers import Readers
 from offload.weights.residency import Policy, Residency
 from offload.weights.saves import open_saves
 from offload.weights.watched import make_plain, watch
@@ -92,11 +91,8 @@ class WeightStream(Client):
                 f"arrives, which takes {bytes_text(least)} together; give at least that, or "
                 'weights="host" for no more than that'
             )
-        self._readers = Readers()
-        self.residency = Residency(
-            engine, self.name, self.blocks, "weights_window_bytes", policy, self._readers
-        )
-        self.experts = Experts(self.residency, self._begin, self._use_saved)
+        self.residency = Residency(engine, self.name, self.blocks, policy)
+        self.experts = Experts(self.residency, self._begin)
         what = f"the streamed weights of {self.model_name}"
         check_budget(engine.arena, self._host_bytes, what, "name fewer blocks")
         self._asked_bytes = limit_bytes or (0 if policy is None else 1 << 62)
@@ -110,8 +106,8 @@ class WeightStream(Client):
         self.removed = False
         reference = weakref.ref(self)
         for weight in self._weights:
-            weight.holder = reference
-        self._parameters = Parameters(self.residency, self._use_saved, self._resized)
+            weight.holder, weight.use = reference, self._use_saved
+        self._parameters = Parameters(self.residency, self._resized)
         self._say_shared()
         self._parameters.take(model)
         self.model = weakref.ref(model)
@@ -201,7 +197,7 @@ class WeightStream(Client):
             if weight.parameter._version != weight.version:
                 found.append(weight)
             watch(weight.parameter, weight)
-        block.called = self._readers.places()
+        block.called = self.residency.readers.places()
         for weight in found:
             self.wrote(weight)
         if block.index < 0:
@@ -274,7 +270,7 @@ class WeightStream(Client):
     @contextmanager
     def hold(self, weights: Collection[Weight]) -> Iterator[None]:
         """As Holder."""
-        self._readers.note()
+        self.residency.readers.note()
         blocks: dict[BlockWeights, list[Weight]] = {}
         for weight in weights:
             blocks.setdefault(weight.block, []).append(weight)
@@ -319,7 +315,7 @@ class WeightStream(Client):
 
     def host_copy(self, weight: Weight) -> Tensor:
         """As Holder. Blocks the host for a copy that is still to come."""
-        self._readers.note()
+        self.residency.readers.note()
         with self._lock:
             return self._parameters.host_copy(weight)
 
@@ -438,16 +434,16 @@ class WeightStream(Client):
     def end_step(self) -> ClientStats:
         """As Client."""
         moved = self.residency.end_step()
-        figures, experts, window = self.figures, self.experts, self.experts.window
+        figures, experts, readers = self.figures, self.experts, self.residency.readers
+        window = experts.window
         if self._hits + self._misses:
             figures.steps += 1
             figures.in_bytes, figures.out_bytes, figures.stall_ms, _ = moved
             figures.hits, figures.misses = self._hits, self._misses
             figures.expert_hits, figures.expert_misses = window.hits, window.misses
-            figures.counts_ms, figures.calls_ms = experts.waited_s * 1e3, self._readers.waited_s * 1e3
+            figures.counts_ms, figures.calls_ms = experts.waited_s * 1e3, readers.waited_s * 1e3
         self._hits = self._misses = 0
-        self._readers.waited_s = 0.0
-        window.hits, window.misses, experts.waited_s = 0, 0, 0.0
+        window.hits, window.misses, experts.waited_s, readers.waited_s = 0, 0, 0.0, 0.0
         self.order.step_ends()
         if self.residency.follow_limits():
             self.residency.trim()
@@ -527,5 +523,5 @@ class WeightStream(Client):
                 for handle in self._handles:
                     handle.remove()
                 self._measured.end()
-                self.residency.end()
+                self.residency.share.end()
                 self._engine.detach(self)

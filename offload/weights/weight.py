@@ -121,7 +121,7 @@ class BlockHolder(Holder, Protocol):
         """A step of an optimizer that keeps state on the host may use its bytes."""
 
 
-def nobody() -> None:
+def nobody(*_: object) -> None:
     """As a weak reference to nothing."""
 
 
@@ -148,28 +148,26 @@ class Weight:
     | origin | where apply found it; the CPU for one on meta | the constructor |
     | without_values | it is on meta, and waits for load_weights | `rest` |
     | block, holder | its BlockWeights, and a weak reference to its WeightStream | they |
+    | use | has its block on the device, for the current lane; keeps who does alive | `WeightStream` |
     """
 
     is_gradient = False
 
     def __init__(self, parameter: nn.Parameter, name: str, module: nn.Module, attribute: str) -> None:
         self.parameter: Tensor = parameter
-        self.name = name
-        self.module = weakref.ref(module)
-        self.attribute = attribute
+        self.name, self.module, self.attribute = name, weakref.ref(module), attribute
         self.without_values = parameter.is_meta
         self.origin = torch.device("cpu") if parameter.is_meta else parameter.device
         self.nbytes = parameter.numel() * parameter.element_size()
-        self.int8 = False
         self.source: Callable[[Weight], None] | None = None
         self.uses: set[str | None] | None = None
         self.experts: Any = None
-        self.dirty = self.stale = self.stepped_here = False
-        self.writes = 0
+        self.int8 = self.dirty = self.stale = self.stepped_here = False
         self.version = parameter._version
-        self.generation = 0
+        self.writes = self.generation = 0
         self.block: BlockWeights
         self.holder: Callable[[], Holder | None] = nobody
+        self.use: Callable[[Weight], None] = nobody
         self.unswappable: object = None  # a weak reference: torch.utils.swap_tensors refuses what has one
         self._lent: tuple[HostArena, Block] | None = None
         self._aliases: list[weakref.ref[Tensor]] = []
