@@ -247,7 +247,7 @@ class Applied:
         host memory, and OffloadError inside a forward of the block. Blocks the host."""
         if self._stream is None:
             raise ValueError(f"dequantize() of {self!r}, of which no weights stream")
-        self._stream.dequantize(block)
+        self._stream.parameters.dequantize(block)
 
     def write_slab(self, path: str | PathLike[str], architecture_id: str = "") -> Path:
         """Write the INT8 weights and the biases beside them to path.safetensors, and to path.manifest.json
@@ -506,7 +506,7 @@ def apply(
             stream = WeightStream(engine, model, choice, limit_bytes)
             undo.callback(stream.remove)
             if slab is not None:
-                slab.load_rest(stream.fill)
+                slab.load_rest(stream.parameters.fill)
         gradient_stream = None
         if wait:
             gradient_stream = GradientStream(engine, model, wait)

@@ -25,7 +25,7 @@ from offload.telemetry.progress import progress
 from offload.weights.files import Stored, TensorSource, stored_tensors
 from offload.weights.gradients import GradientStream
 from offload.weights.stream import WeightStream
-from offload.weights.watched import StreamedWeight, owner_of
+from offload.weights.watched import StreamedWeight, holder_of, owner_of
 from offload.weights.weight import give_memory, written
 
 __all__ = ["LoadedKeys", "load_weights"]
@@ -95,7 +95,7 @@ def load_weights(
             show(1)
     for client in _clients():
         if isinstance(client, GradientStream):
-            client.values_came()
+            client.hook_trained()
     return loaded
 
 
@@ -188,8 +188,11 @@ def _streams() -> dict[int, WeightStream]:
 
 
 def _place(target: Tensor, value: Tensor, stream: WeightStream | None) -> None:
-    if stream is not None and (target.is_meta or isinstance(target, StreamedWeight)):
-        stream.fill(target, value)
+    if isinstance(target, StreamedWeight):
+        weight = owner_of(target)
+        holder_of(weight).host_copy(weight).copy_(value)  # seen, as any write to it
+    elif stream is not None and target.is_meta:
+        stream.parameters.fill(target, value)
     elif target.is_meta:
         give_memory(target, torch.empty_like(target, device="cpu").copy_(value))
     else:

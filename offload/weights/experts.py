@@ -22,7 +22,6 @@ to it is the weight's, and goes to the master before the next use of the weight.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -30,9 +29,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.device import Lane
-from offload.errors import OffloadError
 from offload.ids import Owner
 from offload.params.home import is_alone
 from offload.params.watched import untouched
@@ -235,11 +234,8 @@ class ExpertWeight(Streamed):
     def end(self) -> None:
         """It comes with its block again. Raises OffloadError in a forward of that."""
         weight, parent = self.weight, self.parent
-        if parent.entered or self.whole.entered:
-            raise OffloadError(
-                f"{weight.name} is given other bytes inside a forward of {parent.name}, which uses it; do it "
-                "outside"
-            )
+        for block in (parent, self.whole):
+            block.refuse_inside(f"{weight.name} is given other bytes")
         self.flush()
         self.forget()
         for block in (self.whole, parent):
@@ -281,7 +277,7 @@ class Experts:
         self.lock, self.window = residency.engine.lock, Window(residency)
         self.weights: list[ExpertWeight] = []
         self.waited_s = 0.0
-        self._numbers: dict[int, tuple[weakref.ref[Tensor], int, list[int]]] = {}
+        self._numbers: Any = WeakTensorKeyDictionary()  # of a tensor: its version, and its elements
 
     def learn(self, blocks: Collection[BlockWeights]) -> bool:
         """Outside of the blocks' forwards: weights whose uses allow it stream by the expert from here on,
@@ -319,12 +315,9 @@ class Experts:
     def numbers(self, ends: Tensor) -> list[int]:
         """The numbers in `ends`. Blocks the host until they are computed, once for a tensor."""
         version = -1 if ends.is_inference() else ends._version
-        known = self._numbers.get(id(ends))
-        if known is not None and known[0]() is ends and known[1] == version:
-            return known[2]
-        began = time.perf_counter()
-        numbers: list[int] = ends.tolist()
-        self.waited_s += time.perf_counter() - began
-        self._numbers = {key: each for key, each in self._numbers.items() if each[0]() is not None}
-        self._numbers[id(ends)] = weakref.ref(ends), version, numbers
-        return numbers
+        known: tuple[int, list[int]] = self._numbers.get(ends, (None, []))
+        if known[0] != version:
+            began = time.perf_counter()
+            known = self._numbers[ends] = version, ends.tolist()
+            self.waited_s += time.perf_counter() - began
+        return known[1]

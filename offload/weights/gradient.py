@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from offload.device import Device, Lane
-from offload.weights.weight import BlockWeights, Weight, nobody
+from offload.weights.weight import BlockWeights, Holder, Weight, nobody
 
-__all__ = ["Gradient", "may_leave"]
+__all__ = ["Gradient", "GradientHolder", "may_leave"]
 
 
 class Gradient(Weight):
@@ -97,6 +98,20 @@ class Gradient(Weight):
         self._aliases.clear()
         self.block.present, self.dirty, self.norm = False, False, None
         del self.storage, self.on_device
+
+
+class GradientHolder(Holder, Protocol):
+    """Who keeps gradients on the host."""
+
+    def let_go(self, weight: Gradient) -> None:
+        """The gradient is on the device, and torch's own, until the next backward has added to it."""
+
+    def lend(self, weight: Gradient, returned: Callable[[], None]) -> Tensor:
+        """As Watched."""
+
+    def take_norm(self, weight: Gradient, tensor: Tensor, asked: object) -> Tensor | None:
+        """The norm that was taken of the gradient as it left, for the current lane; None where it was not, or
+        is no more."""
 
 
 def may_leave(gradient: Tensor, device: Device) -> bool:

@@ -136,13 +136,16 @@ class GradientStream(Client):
         for gradient in self.gradients:
             gradient.holder = weakref.ref(self)
             weakref.finalize(gradient.module(), _module_is_gone, engine, gradient).atexit = False
-        self._hook_trained()
+        self.hook_trained()
         engine.attach(self)
 
-    def _hook_trained(self) -> None:
-        """Follow parameters that were frozen, and are trained now, and those that have taken another's place.
-        Blocks the host for pinning."""
-        with torch._C.DisableTorchFunctionSubclass():  # an optimizer may still write the parameters
+    def hook_trained(self) -> None:
+        """Follow parameters that were frozen, and are trained now, those that have taken another's place, and
+        those that were on meta, before somebody else has hooks on them. Blocks the host for pinning."""
+        with (
+            self._lock,
+            torch._C.DisableTorchFunctionSubclass(),
+        ):  # an optimizer may still write the parameters
             for gradient in self.gradients:
                 owner, handles = gradient.owner, self._handles.get(gradient)
                 if owner is None or owner.is_meta or not (owner.requires_grad and owner.is_leaf):
@@ -156,12 +159,6 @@ class GradientStream(Client):
                     )
         self.figures.host_bytes = sum(gradient.nbytes for gradient in self._handles)
         self.figures.count = len(self._handles)
-
-    def values_came(self) -> None:
-        """Parameters that were on meta may be followed, before somebody else has hooks on them. Blocks the
-        host for pinning."""
-        with self._lock:
-            self._hook_trained()
 
     # -- forwards of the model, as HookPair calls ------------------------------------------------------------
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -194,7 +191,7 @@ class GradientStream(Client):
             return
         self._say_set()
         self._follow_limit()
-        self._hook_trained()
+        self.hook_trained()
         for task in [task for task, (_, at_end) in self._open.items() if at_end() is None]:
             self._backward_ends(task)
         for gradient in self.gradients:
@@ -329,9 +326,8 @@ class GradientStream(Client):
     def _autocasts(self) -> bool:
         return torch.is_autocast_enabled(self._device.torch_device.type)
 
-    def take_norm(self, weight: Weight, tensor: Tensor, asked: Any) -> Tensor | None:
+    def take_norm(self, weight: Gradient, tensor: Tensor, asked: Any) -> Tensor | None:
         """As GradientHolder. Each is given once, as who gets it may write it."""
-        assert isinstance(weight, Gradient)
         with self._lock:
             # a replay would read it of a gradient that was, and autocast widens what some norms are made of
             if self._device.is_capturing() or self._autocasts:
@@ -490,6 +486,7 @@ class GradientStream(Client):
 
     def set_data(self, weight: Weight, value: Tensor) -> None:
         """As Holder."""
+        assert isinstance(weight, Gradient)
         tensor = weight.parameter
         self.let_go(weight)
         tensor.data = value
@@ -500,9 +497,8 @@ class GradientStream(Client):
             self.residency.flush((weight.block,))
             return weight.on_host()
 
-    def let_go(self, weight: Weight) -> None:
+    def let_go(self, weight: Gradient) -> None:
         """As GradientHolder."""
-        assert isinstance(weight, Gradient)
         with self._lock:
             if weight.known:
                 self._use(weight, Pass.OUTSIDE)
@@ -513,9 +509,8 @@ class GradientStream(Client):
                 self.residency.present_bytes -= weight.block.nbytes
                 self._forget(weight)
 
-    def lend(self, weight: Weight, returned: Callable[[], None]) -> Tensor:
+    def lend(self, weight: Gradient, returned: Callable[[], None]) -> Tensor:
         """As GradientHolder. Order: [Order: gradients sent]."""
-        assert isinstance(weight, Gradient)
         with self._lock:
             self.residency.write_back(weight.block)
             if weight.block.left is not None:

@@ -7,6 +7,7 @@ the master is written back to, or the device's bytes are dropped because the mas
 
 from __future__ import annotations
 
+import fnmatch
 import weakref
 from collections.abc import Callable, Collection
 from functools import partial
@@ -19,6 +20,7 @@ from offload.device.rows import quantize_rows
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.ids import Owner
+from offload.params.sections import check_budget
 from offload.telemetry.progress import progress
 from offload.transfer.admission import Priority
 from offload.weights.residency import Residency
@@ -89,29 +91,29 @@ class Parameters:
     def _follow_module(self, weight: Weight) -> None:
         weakref.finalize(weight.module(), _module_is_gone, self._engine, weight).atexit = False
 
-    def fill(self, weight: Weight, value: Tensor) -> None:
-        """The weight has these values from here on: on the CPU, of its shape and dtype. Blocks the host."""
-        if not weight.without_values:
-            with torch.no_grad():
-                self.host_copy(weight).copy_(value)  # seen, as any write to it
-            return
-        if weight.int8 and weight.parameter.requires_grad:
-            raise written(weight)
-        try:
-            if weight.int8:
-                self.write_int8(weight, value)
-            else:
-                weight.elements(weight.make_master(self._engine.arena)).copy_(value)
-        except BaseException:
-            weight.close()
-            raise
-        self._follow_module(weight)
-        self._take_again(weight)
-
-    def fill_resident(self, tensor: Tensor, value: Tensor) -> None:
-        """A tensor of the model that was on meta, and does not stream, is on the device with these values."""
-        give_memory(tensor, torch.empty_like(tensor, device=self._device.torch_device).copy_(value))
-        self._moved_here.append((tensor, None))
+    def fill(self, tensor: Tensor, value: Tensor) -> None:
+        """A tensor of the model that is on meta has these values from here on: a streamed weight in its
+        master, any other one on the device. value: on the CPU, of its shape and dtype. Blocks the host.
+        Raises HostBudgetError."""
+        with self._engine.lock:
+            weights = (weight for block in self._blocks for weight in block.weights)
+            weight = next((weight for weight in weights if weight.parameter is tensor), None)
+            if weight is None:
+                give_memory(tensor, torch.empty_like(tensor, device=self._device.torch_device).copy_(value))
+                self._moved_here.append((tensor, None))
+                return
+            if weight.int8 and tensor.requires_grad:
+                raise written(weight)
+            try:
+                if weight.int8:
+                    self.write_int8(weight, value)
+                else:
+                    weight.elements(weight.make_master(self._engine.arena)).copy_(value)
+            except BaseException:
+                weight.close()
+                raise
+            self._follow_module(weight)
+            self._take_again(weight)
 
     def write_int8(self, weight: Weight, value: Tensor) -> None:
         """Quantise a value on the device, and send it to the weight's master. Raises HostBudgetError, and
@@ -230,17 +232,30 @@ class Parameters:
                 'memory first, or leave them on the host with remove(device="cpu")'
             )
 
-    def dequantize(self, block: BlockWeights) -> None:
-        """The block's INT8 weights wait as the elements that they are expanded to, from here on. Raises
-        HostBudgetError where one does not fit; those before it are plain then. Blocks the host."""
-        weights = [weight for weight in block.weights if weight.int8]
-        if block.entered:
-            raise OffloadError(f"dequantize() inside a forward of {block.name}, which uses it; do it outside")
+    def dequantize(self, pattern: str) -> None:
+        """The INT8 weights of the blocks of such names wait as the elements that they are expanded to, from
+        here on. Raises ValueError where there are none, OffloadError in a forward of one, and HostBudgetError
+        where one does not fit; those before it are plain then. Blocks the host."""
+        with self._engine.lock:
+            found = [block for block in self._blocks if any(weight.int8 for weight in block.weights)]
+            blocks = [block for block in found if fnmatch.fnmatchcase(block.name, pattern)]
+            if not blocks:
+                names = ", ".join(block.name for block in found[:8]) or "none"
+                raise ValueError(
+                    f"dequantize({pattern!r}) names no block with INT8 weights; they are {names}"
+                )
+            more = sum(block.nbytes - block.link_bytes for block in blocks)
+            check_budget(self._engine.arena, more, f"{pattern}'s plain weights", "name fewer blocks")
+            for block in blocks:
+                self._expand_master(block)
+
+    def _expand_master(self, block: BlockWeights) -> None:
+        block.refuse_inside("dequantize()")
         if block.staged:
             self._residency.drop(block)
         self._residency.synchronize()  # the masters go
         try:
-            for weight in weights:
+            for weight in (weight for weight in block.weights if weight.int8):
                 elements = None if weight.without_values else weight.on_host()
                 weight.int8 = False
                 try:
@@ -363,8 +378,7 @@ class Parameters:
         if weight.experts is not None:
             weight.experts.end()
         block = weight.block
-        if block.entered:
-            raise OffloadError(f"{what} inside a forward of {block.name}, which uses it; do it outside")
+        block.refuse_inside(what)
         weight.await_step()
         weight.generation += 1
         if block.present:

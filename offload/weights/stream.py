@@ -11,7 +11,6 @@ when bytes move.
 
 from __future__ import annotations
 
-import fnmatch
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -107,9 +106,9 @@ class WeightStream(Client):
         reference = weakref.ref(self)
         for weight in self._weights:
             weight.holder, weight.use = reference, self._use_saved
-        self._parameters = Parameters(self.residency, self._resized)
+        self.parameters = Parameters(self.residency, self._resized)
         self._say_shared()
-        self._parameters.take(model)
+        self.parameters.take(model)
         self.model = weakref.ref(model)
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             gate = model.register_forward_pre_hook(refuse_without_values, prepend=True)
@@ -121,17 +120,6 @@ class WeightStream(Client):
             self._handles.append(module.register_load_state_dict_pre_hook(hook.loading))
             self._handles.append(module.register_load_state_dict_post_hook(hook.loaded))
         engine.attach(self)
-
-    # -- values from files -----------------------------------------------------------------------------------
-    def fill(self, tensor: Tensor, value: Tensor) -> None:
-        """A streamed weight, or another tensor of the model that is on meta, has these values from here on.
-        value: on the CPU, of its shape and dtype. Blocks the host. Raises HostBudgetError."""
-        streamed = {id(weight.parameter): weight for weight in self._weights}
-        with self._lock:
-            if (weight := streamed.get(id(tensor))) is not None:
-                self._parameters.fill(weight, value)
-            else:
-                self._parameters.fill_resident(tensor, value)
 
     # -- forwards of blocks ----------------------------------------------------------------------------------
     def enter(self, block: BlockWeights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Close:
@@ -191,7 +179,7 @@ class WeightStream(Client):
             with torch._C.DisableTorchFunctionSubclass():
                 storage = weight.parameter.untyped_storage()
             if storage._cdata != weight.storage._cdata:
-                self._parameters.let_go(weight)
+                self.parameters.let_go(weight)
                 self._say_let_go(weight)
                 continue
             if weight.parameter._version != weight.version:
@@ -215,7 +203,7 @@ class WeightStream(Client):
                 "weights= out"
             )
         with _outside_transforms():
-            self._parameters.take_host_writes(block)
+            self.parameters.take_host_writes(block)
 
     def _used(self, block: BlockWeights, during: Pass, weights: Sequence[Weight]) -> None:
         """The current lane is about to use these weights of the block; in a backward, whatever `during` says.
@@ -311,19 +299,19 @@ class WeightStream(Client):
             if not (same and value.is_floating_point()):
                 raise written(weight)
         with self._lock:
-            self._parameters.set_data(weight, value)
+            self.parameters.set_data(weight, value)
 
     def host_copy(self, weight: Weight) -> Tensor:
         """As Holder. Blocks the host for a copy that is still to come."""
         self.residency.readers.note()
         with self._lock:
-            return self._parameters.host_copy(weight)
+            return self.parameters.host_copy(weight)
 
     def claim(self, weight: Weight) -> Claim:
         """As Holder. The master has the newest bytes, or will behind the events."""
         with self._lock:
             block = weight.block
-            self._parameters.take_host_writes(block)
+            self.parameters.take_host_writes(block)
             self.residency.write_back(block, only=weight)  # the others may be written meanwhile
             weight.stale |= not self.residency.stays(block, self.order.coming())
             weight.stepped_here = not weight.stale or (weight.stepped_here and weight.is_under_way)
@@ -333,23 +321,7 @@ class WeightStream(Client):
     def adopt(self, weight: Weight) -> None:
         """As Holder."""
         with self._lock:
-            self._parameters.adopt(weight)
-
-    def dequantize(self, pattern: str) -> None:
-        """The INT8 weights of the blocks of such names are plain from here on. Raises ValueError where there
-        are none, and as `Parameters.dequantize`. Blocks the host."""
-        with self._lock:
-            found = [block for block in self.blocks if any(weight.int8 for weight in block.weights)]
-            blocks = [block for block in found if fnmatch.fnmatchcase(block.name, pattern)]
-            if not blocks:
-                names = ", ".join(block.name for block in found[:8]) or "none"
-                raise ValueError(
-                    f"dequantize({pattern!r}) names no block with INT8 weights; they are {names}"
-                )
-            more = sum(block.nbytes - block.link_bytes for block in blocks)
-            check_budget(self._engine.arena, more, f"{pattern}'s plain weights", "name fewer blocks")
-            for block in blocks:
-                self._parameters.dequantize(block)
+            self.parameters.adopt(weight)
 
     @property
     def _host_bytes(self) -> int:
@@ -368,8 +340,7 @@ class WeightStream(Client):
         """Blocks have other bytes than before: plan as if nothing were measured."""
         self._sizes = [Size(block.nbytes, block.link_bytes) for block in self.blocks]
         self.figures.streamed_bytes = self._host_bytes
-        int8 = (block.link_bytes - block.nbytes + block.expanded_bytes for block in self.blocks)
-        self.figures.int8_bytes = sum(int8)
+        self.figures.int8_bytes = sum(b.link_bytes - b.nbytes + b.expanded_bytes for b in self.blocks)
         whole = [*self._sizes]
         for each in self.experts.weights:
             size, nbytes = whole[each.parent.index], each.weight.nbytes
@@ -518,7 +489,7 @@ class WeightStream(Client):
                 for each in [*self.experts.weights]:
                     each.end()
                     self._resized()
-                self._parameters.give_back(where)
+                self.parameters.give_back(where)
                 self.removed = True
                 for handle in self._handles:
                     handle.remove()

@@ -31,9 +31,10 @@ from offload.errors import OffloadError
 from offload.params.home import HOME
 from offload.params.watched import READ_NO_BYTES, Watched, accessors, methods, untouched, watched_in
 from offload.weights.forms import form_of
-from offload.weights.weight import GradientHolder, Holder, Weight, in_backward, nobody, written
+from offload.weights.gradient import GradientHolder
+from offload.weights.weight import Holder, Weight, in_backward, nobody, written
 
-__all__ = ["StreamedGradient", "StreamedWeight", "make_plain", "orphan", "owner_of", "watch"]
+__all__ = ["StreamedGradient", "StreamedWeight", "holder_of", "make_plain", "orphan", "owner_of", "watch"]
 
 _SET_DATA = accessors("data", "__set__")
 _MAKE_ALIAS = accessors("data", "__get__") | methods("detach")
@@ -184,12 +185,12 @@ class StreamedGradient(StreamedWeight):
     @classmethod
     def stay(cls, tensor: Any) -> None:
         """As Watched; until the next backward has added to it."""
-        gradient = owner_of(tensor)
+        gradient: Any = owner_of(tensor)
         cast(GradientHolder, holder_of(gradient)).let_go(gradient)
 
     @classmethod
     def lend(cls, tensor: Any, returned: Callable[[], None]) -> Tensor | None:
-        gradient = owner_of(tensor)
+        gradient: Any = owner_of(tensor)
         return cast(GradientHolder, holder_of(gradient)).lend(gradient, returned)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -293,7 +294,7 @@ def _known_norms(args: Any, kwargs: Any) -> dict[int, Tensor]:
     asked, found = (tuple(args[1:]), tuple(sorted(kwargs.items()))), {}
     for at, tensor in enumerate(args[0]):
         if isinstance(tensor, StreamedGradient):
-            gradient = owner_of(tensor)
+            gradient: Any = owner_of(tensor)
             norm = cast(GradientHolder, holder_of(gradient)).take_norm(gradient, tensor, asked)
             if norm is not None:
                 found[at] = norm

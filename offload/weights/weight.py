@@ -35,7 +35,6 @@ __all__ = [
     "BlockHolder",
     "BlockWeights",
     "Close",
-    "GradientHolder",
     "Holder",
     "Weight",
     "give_memory",
@@ -89,20 +88,6 @@ class Holder(Protocol):
 
     def host_copy(self, weight: Weight) -> Tensor:
         """A view of its master on the CPU, which has the newest bytes."""
-
-
-class GradientHolder(Holder, Protocol):
-    """Who keeps gradients on the host."""
-
-    def let_go(self, weight: Weight) -> None:
-        """The gradient is on the device, and torch's own, until the next backward has added to it."""
-
-    def lend(self, weight: Weight, returned: Callable[[], None]) -> Tensor:
-        """As Watched."""
-
-    def take_norm(self, weight: Weight, tensor: Tensor, asked: object) -> Tensor | None:
-        """The norm that was taken of the gradient as it left, for the current lane; None where it was not, or
-        is no more."""
 
 
 class BlockHolder(Holder, Protocol):
@@ -449,6 +434,11 @@ class BlockWeights:
         self.nbytes = sum(weight.nbytes for weight in self.weights)
         self.link_bytes = sum(weight.link_bytes for weight in self.weights)
         self.expanded_bytes = sum(weight.nbytes for weight in self.weights if weight.int8)
+
+    def refuse_inside(self, what: str) -> None:
+        """Raises OffloadError for `what` in a forward of the block."""
+        if self.entered:
+            raise OffloadError(f"{what} inside a forward of {self.name}, which uses it; do it outside")
 
     @property
     def held_bytes(self) -> int:
