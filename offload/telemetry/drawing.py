@@ -79,15 +79,16 @@ def draw(timeline: Timeline, path: str | Path, *, title: str) -> None:
     memory, lanes = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     figure.suptitle(title, fontsize=12)
     _memory(memory, timeline)
-    beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5), "fontsize": 9}
-    memory.legend(**beside, frameon=False)
+    beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5), "frameon": False}
+    beside["fontsize"] = 9
+    memory.legend(**beside)
     _lanes(lanes, timeline, 2000)
     handles = [Patch(color=color, label=name) for name, color in group_colors(timeline).items()]
     if any(span.kind == "backward" for span in timeline.spans):
         handles.append(Patch(color="#555555", alpha=_BACKWARD, label="paler: backward"))
     if any(span.kind == "stall" for span in timeline.spans):
         handles.append(Patch(color=_STALL, label="stall: compute waits for a copy"))
-    lanes.legend(handles=handles, **beside, frameon=False)
+    lanes.legend(handles=handles, **beside)
     memory.set_xlabel("")
     figure.savefig(path, dpi=_DPI)
 

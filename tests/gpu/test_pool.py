@@ -98,7 +98,7 @@ def test_strides_come_back(handler: ChunkOffloadHandler) -> None:
         assert torch.equal(bits(found), bits(tensor))
 
 
-@pytest.mark.req("S3-72")
+@pytest.mark.req("S2-59", "S3-72")
 @pytest.mark.parametrize("pin_memory", [True, False])
 def test_without_the_pool_a_host_tensor_of_its_own_is_pinned_on_request(
     handler: ChunkOffloadHandler, pin_memory: bool

@@ -142,7 +142,7 @@ def test_a_view_comes_back_with_its_strides(large_desk: Desk, view: str, dtype: 
     assert torch.equal(bits(found), expected)
 
 
-@pytest.mark.req("S3-67")
+@pytest.mark.req("S0-4", "S3-67", "S4-20", "S4-36", "W-9")
 def test_256_mb_cross_several_registrations_and_every_block_is_pinned(large_desk: Desk) -> None:
     """One copy must stay within one registration, and a registration is 64 MiB."""
     tensor = random_bits(torch.float32, 64 * MIB + 1)

@@ -164,6 +164,19 @@ def test_uninstall_gives_megatron_its_own_page_back(package: Path) -> None:
     assert importlib.import_module(megatron.PAGE).FineGrainedActivationOffloadingInterface.own
 
 
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_uninstall_leaves_what_somebody_else_put_in_the_pages_place(package: Path, is_loaded: bool) -> None:
+    megatron.install()
+    parent = importlib.import_module("megatron.core.pipeline_parallel")
+    importlib.import_module(megatron.PAGE)
+    other = parent.fine_grained_activation_offload = ModuleType("other")
+    if not is_loaded:
+        del sys.modules[parent.__name__]
+    megatron.uninstall()
+    assert megatron.PAGE not in sys.modules
+    assert parent.fine_grained_activation_offload is other
+
+
 def test_version_is_that_of_what_is_loaded(package: Path) -> None:
     assert megatron_version() is None
     importlib.import_module("megatron.core")
