@@ -14,7 +14,6 @@ Nobody has to say where a forward begins or a step ends (offload/modules/steps.p
 
 from __future__ import annotations
 
-import fnmatch
 import sys
 import tempfile
 import weakref
@@ -36,7 +35,7 @@ from offload.config import Mode, OffloadConfig, check_min_elements, check_mode
 from offload.device import device_name
 from offload.groups.manager import GroupsManager
 from offload.modules.auto import Auto
-from offload.modules.blocks import Blocks, Modules, find_blocks, match_groups, without_nested
+from offload.modules.blocks import Blocks, Modules, blocks_of, groups_of, names_of
 from offload.modules.conducted import Conducted, conduct, conductor_config
 from offload.modules.hooks import HookPair
 from offload.modules.mixed import MixedCalls
@@ -59,12 +58,11 @@ from offload.modules.settings import (
 from offload.modules.steps import Root, Steps
 from offload.modules.totals import parts_of, refuse_beyond_device, refuse_beyond_host
 from offload.modules.watermark import WatermarkRoot, marks_of
-from offload.modules.weights import WeightsRoot, check_gradients, chosen_weights, weights_limit
+from offload.modules.weights import WeightsRoot, check_gradients, chosen_weights, device_of, weights_limit
 from offload.optim.convert import MoveBack, check_optimizer, move_state_to_host
 from offload.planner.explained import Explanation
 from offload.report import Report, ReportStart, report
 from offload.sizes import argument_bytes
-from offload.telemetry.speaker import speaker
 from offload.weights.choose import choose_gradients
 from offload.weights.figures import GradientFigures, WeightFigures
 from offload.weights.gradients import GradientStream
@@ -81,8 +79,6 @@ __all__ = [
     "is_declined",
     "weights_root",
 ]
-
-logger = speaker(__name__)
 
 _P = ParamSpec("_P")
 
@@ -208,7 +204,7 @@ class Applied:
             return
         if device is not None and self._stream is None:
             raise ValueError(f"remove(device={device!r}) of {self!r}, which moved no weights; use model.to()")
-        where = None if device is None else _device_of(device)
+        where = None if device is None else device_of(device)
         root.calls.end_interrupted(sys._getframe())
         if root.calls.innermost_last:
             raise ValueError(
@@ -459,10 +455,10 @@ def apply(
         },
     )
     marks_given = marks_of(high, low) if mode == "watermark" else None
-    groups = {} if mode is False else _groups_of(model, mode, blocks, modules)
-    never = _never_recomputed(groups, no_recompute)
-    whole = {} if mode in WITHOUT_BLOCKS or modules is None else _blocks_of(model, blocks)
-    streamed = {} if weights is None else _blocks_of(model, blocks)
+    groups = {} if mode is False or mode in WITHOUT_BLOCKS else groups_of(model, blocks, modules)
+    never = names_of(groups, no_recompute, "no_recompute")
+    whole = {} if mode in WITHOUT_BLOCKS or modules is None else blocks_of(model, blocks)
+    streamed = {} if weights is None else blocks_of(model, blocks)
     hooked = [
         module for found in (groups, whole, streamed) for named in found.values() for module in named.values()
     ]
@@ -475,8 +471,8 @@ def apply(
     total_bytes = argument_bytes(device_total, name="device_total", of_bytes=gpu_bytes())
     auto = _planner_here(before, total_bytes) if mode == "auto" else None
     limited = _config_for(config, mode, device_limit, host_limit, host_reserve)
-    here = _device_of(device_name()) if before is None else before.engine.device.torch_device
-    where = here if device is None else _device_of(device)
+    here = device_of(device_name()) if before is None else before.engine.device.torch_device
+    where = here if device is None else device_of(device)
     named_blocks = {name: module for named in streamed.values() for name, module in named.items()}
     engine = None if before is None or where != here else before.engine
     conducted = conductor_config(conductor, engine, where)
@@ -584,18 +580,6 @@ def apply(
     return handle
 
 
-def _device_of(device: torch.device | int | str) -> torch.device:
-    """With its index; the CPU is the simulated device's. Raises ValueError."""
-    try:
-        found = torch.device("cpu" if device == "sim" else device)
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r} is no device: {error}") from error
-    gpus = torch.cuda.device_count()
-    if found.type not in ("cpu", "cuda") or (found.type == "cuda" and (found.index or 0) >= gpus):
-        raise ValueError(f"device={device!r}: weights stream to one of {gpus} GPUs here, or to the CPU")
-    return torch.device(device_name("cuda")) if found == torch.device("cuda") else found
-
-
 def _check_unused(where: torch.device) -> None:
     """ValueError if a handle uses the engine, which is not of the device `where`."""
     if handles := [*_applied.values(), *_watermarked.values()]:
@@ -642,52 +626,6 @@ def _context_of(applies: Callable[_P, Applied]) -> Callable[_P, AbstractContextM
 
 activations = _context_of(apply)
 """`apply` for the forwards inside, with its arguments; `remove` at the end. A backward may come after it."""
-
-
-def _groups_of(
-    model: nn.Module,
-    mode: Mode,
-    blocks: Modules | None,
-    modules: Modules | None,
-) -> Blocks:
-    """What gets groups of its own."""
-    if mode in WITHOUT_BLOCKS:
-        return {}
-    if modules is None:
-        return _blocks_of(model, blocks)
-    found = match_groups(model, modules, "modules")
-    if blocks is None:
-        return found
-    inside = tuple(f"{name}." for named in _blocks_of(model, blocks).values() for name in named)
-    groups = {
-        group: {name: module for name, module in named.items() if f"{name}.".startswith(inside)}
-        for group, named in found.items()
-    }
-    if not all(groups.values()):
-        raise ValueError(
-            f"modules={modules!r} matches no module inside blocks={blocks!r}, of one pattern at least; leave "
-            "blocks out, or name blocks that have such modules"
-        )
-    return groups
-
-
-def _blocks_of(model: nn.Module, blocks: Modules | None) -> Blocks:
-    return find_blocks(model) if blocks is None else without_nested(match_groups(model, blocks, "blocks"))
-
-
-def _never_recomputed(groups: Blocks, no_recompute: str | Sequence[str] | None) -> set[str]:
-    """Names of the blocks that `no_recompute` matches."""
-    if no_recompute is None:
-        return set()
-    names = [name for named in groups.values() for name in named]
-    found: set[str] = set()
-    for pattern in [no_recompute] if isinstance(no_recompute, str) else no_recompute:
-        if not (matched := fnmatch.filter(names, pattern)):
-            raise ValueError(
-                f"no_recompute: {pattern!r} matches no block; they are {', '.join(names[:8])}, ..."
-            )
-        found.update(matched)
-    return found
 
 
 def _check_free(model: nn.Module, mode: Mode, hooked: Sequence[nn.Module]) -> None:

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from torch import nn
 
-__all__ = ["Blocks", "Modules", "find_blocks", "find_experts", "match_groups", "match_modules"]
+__all__ = ["Blocks", "Modules", "blocks_of", "find_blocks", "find_experts", "groups_of", "names_of"]
 
 Blocks = dict[str, dict[str, nn.Module]]
 """By group name, the modules of the group by their qualified name, in the order in which the model has
@@ -26,6 +26,44 @@ Modules = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 _BASE_LAYERS = re.compile(r"(\.base_layer)+$")
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 _SHOWN = 8
+
+
+def blocks_of(model: nn.Module, blocks: Modules | None) -> Blocks:
+    """Those that patterns name, or `find_blocks`. Raises ValueError."""
+    return find_blocks(model) if blocks is None else without_nested(match_groups(model, blocks, "blocks"))
+
+
+def groups_of(model: nn.Module, blocks: Modules | None, modules: Modules | None) -> Blocks:
+    """What gets groups of its own: blocks, or modules, and where blocks are named those inside. Raises
+    ValueError."""
+    if modules is None:
+        return blocks_of(model, blocks)
+    found = match_groups(model, modules, "modules")
+    if blocks is None:
+        return found
+    inside = tuple(f"{name}." for named in blocks_of(model, blocks).values() for name in named)
+    groups = {
+        group: {name: module for name, module in named.items() if f"{name}.".startswith(inside)}
+        for group, named in found.items()
+    }
+    if not all(groups.values()):
+        raise ValueError(
+            f"modules={modules!r} matches no module inside blocks={blocks!r}, of one pattern at least; leave "
+            "blocks out, or name blocks that have such modules"
+        )
+    return groups
+
+
+def names_of(groups: Blocks, patterns: str | Sequence[str] | None, argument: str) -> set[str]:
+    """Names of modules in groups that patterns match; none for None. Raises ValueError for a pattern without
+    any."""
+    names = [name for named in groups.values() for name in named]
+    found: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
+        if not (matched := {name for name in names if fnmatchcase(name, pattern)}):
+            raise ValueError(f"{argument}: {pattern!r} matches no block; they are {_listed(names)}")
+        found |= matched
+    return found
 
 
 def find_blocks(model: nn.Module) -> Blocks:

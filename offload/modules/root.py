@@ -41,7 +41,7 @@ from offload.modules.peak import BACKWARD, HEAD, PeakWatch
 from offload.modules.settings import checkpoints_off, is_checkpointing
 from offload.modules.steps import Steps
 from offload.saved.handles import Handle
-from offload.saved.hooks import InstalledScope, inside_checkpoint
+from offload.saved.hooks import InstalledScope, admits_hooks, inside_checkpoint
 from offload.telemetry.speaker import Once, speaker
 
 __all__ = ["GroupCall", "GroupCalls", "HeadCalls", "ModelRoot"]
@@ -194,10 +194,7 @@ class ModelRoot:
     def is_transformed(self) -> bool:
         """Whether a call that begins now can have no saved-tensor hooks, which is said once. It opens nothing
         then."""
-        if (
-            torch._C._functorch.peek_interpreter_stack() is None
-            and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-        ):
+        if admits_hooks():
             return False
         self.say_once(
             "transformed",

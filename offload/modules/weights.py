@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from offload.device import device_name
 from offload.groups.manager import GroupsManager
 from offload.modules.hooks import CallsUnderWay
 from offload.modules.settings import gpu_bytes, is_adapter
@@ -27,7 +28,7 @@ from offload.weights.choose import Choice, choose, quantize
 from offload.weights.hooks import refuse_recorded_graphs
 from offload.weights.slabs import Slab
 
-__all__ = ["WeightsRoot", "check_gradients", "chosen_weights", "weights_limit"]
+__all__ = ["WeightsRoot", "check_gradients", "chosen_weights", "device_of", "weights_limit"]
 
 
 class _Running(threading.local):
@@ -86,6 +87,18 @@ def weights_limit(weights: int | str | None) -> int | None:
     if weights is None or weights == "host":
         return None
     return argument_bytes(weights, name='weights, which is "host" or a size,', of_bytes=gpu_bytes(), least=0)
+
+
+def device_of(device: torch.device | int | str) -> torch.device:
+    """With its index; the CPU is the simulated device's. Raises ValueError."""
+    try:
+        found = torch.device("cpu" if device == "sim" else device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is no device: {error}") from error
+    gpus = torch.cuda.device_count()
+    if found.type not in ("cpu", "cuda") or (found.type == "cuda" and (found.index or 0) >= gpus):
+        raise ValueError(f"device={device!r}: weights stream to one of {gpus} GPUs here, or to the CPU")
+    return torch.device(device_name("cuda")) if found == torch.device("cuda") else found
 
 
 def check_gradients(gradients: str | None) -> None:

@@ -7,7 +7,7 @@ and the device's bytes are either part of the step or old.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -56,6 +56,8 @@ class Home(Protocol):
     """The host's side of one parameter."""
 
     name: str
+    module: Callable[[], nn.Module | None]
+    """The module with which the master's memory goes."""
     version: int
     """Of the parameter, as last looked at: another one tells of a write on the device."""
 
@@ -69,9 +71,6 @@ class Home(Protocol):
 
     def is_of(self, parameter: Tensor) -> bool:
         """Whether it has the parameter's bytes still."""
-
-    def keeper(self) -> nn.Module | None:
-        """The module with which the master's memory goes."""
 
     def begin_step(self, stepper: Stepper, index: int) -> Claim:
         """Claim the parameter for a step, perhaps again for another part of it. Raises OffloadError. Blocks

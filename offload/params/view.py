@@ -70,7 +70,7 @@ class ParamView:
                 f"{self.home.name} is streamed by apply(weights=...) on {self.home.device.name}, by another "
                 f"engine than this optimizer's on {device.name}; give engine=, or leave it out of both"
             )
-        self._keeper = None if self.home is None else self.home.keeper()  # a step may write the master
+        self._keeper = None if self.home is None else self.home.module()  # a step may write the master
         local = self._local()
         self.shape, self.numel, self.dtype = tuple(local.shape), local.numel(), local.dtype
         self.where, self.address = local.device, 0

@@ -37,6 +37,7 @@ __all__ = [
     "SavedTensorHooks",
     "Scope",
     "WrapperHandle",
+    "admits_hooks",
     "as_it_is",
     "inside_checkpoint",
     "pair_without_users",
@@ -100,6 +101,13 @@ class InstalledScope:
     stays: Callable[[torch.Tensor], bool] | None = None
     alone: bool = False
     left: bool = False
+
+
+def admits_hooks() -> bool:
+    """Whether torch admits saved-tensor hooks here: not inside a transform of torch.func, nor where they are
+    disabled."""
+    is_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    return torch._C._functorch.peek_interpreter_stack() is None and is_enabled
 
 
 def inside_checkpoint() -> bool:

@@ -154,9 +154,7 @@ class Parameters:
             if not here and not filled:
                 weight.elements(master).copy_(parameter.data)
             if not (here and has_own_storage(parameter)):
-                own = torch.empty_strided(
-                    parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device.torch_device
-                )
+                own = torch.empty_like(parameter, device=device.torch_device)
                 give_memory(parameter, own.copy_(parameter.data) if here else own)
                 del own
             weight.rest()

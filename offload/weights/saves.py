@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offload.errors import OffloadError
 from offload.saved.handles import modified
-from offload.saved.hooks import SavedTensorHooks, inside_checkpoint
+from offload.saved.hooks import SavedTensorHooks, admits_hooks, inside_checkpoint
 from offload.weights.weight import Close, Weight, nobody
 
 __all__ = ["CopiedSave", "open_saves", "pack"]
@@ -39,10 +39,7 @@ def open_saves(hooks: SavedTensorHooks) -> tuple[Close, bool]:
         return nobody, True
     if inside_checkpoint():
         return (hooks.pop_aliases if hooks.push_aliases() else nobody), True
-    if (
-        torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    ):
+    if admits_hooks():
         # also without gradients: they may be switched on inside
         return partial(hooks.pop, hooks.push(_TakesNothing())), True
     return nobody, not torch.is_grad_enabled()
@@ -82,19 +79,20 @@ class _WeightSave:
             )
         if (found := weight.parameter._version) != self._version:
             raise modified(self._dtype, self._layout[1], found, self._version)
-        if (experts := weight.experts) is not None and self._expert is not None:
-            storage: torch.UntypedStorage = experts.read(self._expert).untyped_storage()
-            return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._layout)
-        view: Tensor | None = None
+        (offset, *rest), experts = self._layout, weight.experts
         if experts is not None and self._by_expert:
-            view = experts.view_like((self._dtype, *self._layout))
-        if view is not None:
-            return view
-        with torch._C.DisableTorchFunctionSubclass():
-            alias = weight.parameter.detach()  # so that no other thread's use takes the bytes away meanwhile
-        weight.use(weight)
-        storage, (offset, *rest) = alias.untyped_storage(), self._layout
-        offset += (self._expert or 0) * (weight.nbytes // weight.parameter.shape[0]) // self._dtype.itemsize
+            view: Tensor | None = experts.view_like((self._dtype, *self._layout))
+            if view is not None:
+                return view
+        if experts is not None and self._expert is not None:
+            alias: Tensor = experts.read(self._expert)
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                alias = weight.parameter.detach()  # so that no other thread's use takes the bytes away
+            weight.use(weight)
+            each = weight.nbytes // weight.parameter.shape[0]
+            offset += (self._expert or 0) * each // self._dtype.itemsize
+        storage = alias.untyped_storage()
         return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, offset, *rest)
 
 

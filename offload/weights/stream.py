@@ -138,23 +138,6 @@ class WeightStream(Client):
         self._say_casts(block)
         return self._open_pair((block,))
 
-    def _open_pair(self, blocks: Collection[BlockWeights]) -> Close:
-        """As `open_saves`; where torch admits no saved-tensor hooks the blocks stay, which is said once."""
-        close, admitted = open_saves(self._engine.hooks)
-        if admitted:
-            return close
-        for block in blocks:
-            block.pinned = True
-        if self._said.first("transformed"):
-            logger.warning(
-                "%s runs inside a transform of torch.func (grad, vjp, vmap, ...) or "
-                "disable_saved_tensors_hooks(), where torch admits no saved-tensor hooks: the weights that "
-                "it uses there stay on the device until remove(). torch.autograd.grad() and backward() have "
-                "no such limit",
-                self.model_name,
-            )
-        return close
-
     def leave(self, block: BlockWeights, close: Close) -> None:
         """As Holder."""
         close()
@@ -238,21 +221,22 @@ class WeightStream(Client):
             if not self.removed:
                 self._used(weight.block, Pass.BACKWARD, (weight,))
 
-    def _say_casts(self, block: BlockWeights) -> None:
-        kind = self._device.torch_device.type
-        if not torch.is_autocast_enabled(kind):
-            return
-        cast = torch.get_autocast_dtype(kind)
-        wide = any(weight.parameter.dtype == torch.float32 != cast for weight in block.weights)
-        if wide and self._said.first("autocast"):
+    def _open_pair(self, blocks: Collection[BlockWeights]) -> Close:
+        """As `open_saves`; where torch admits no saved-tensor hooks the blocks stay, which is said once."""
+        close, admitted = open_saves(self._engine.hooks)
+        if admitted:
+            return close
+        for block in blocks:
+            block.pinned = True
+        if self._said.first("transformed"):
             logger.warning(
-                "%s is in float32 and runs under autocast to %s: each cast of a weight is saved for the "
-                "backward, and stays on the device as without weights=. Convert frozen blocks to %s, "
-                "which halves what crosses the link too",
-                block.name,
-                cast,
-                cast,
+                "%s runs inside a transform of torch.func (grad, vjp, vmap, ...) or "
+                "disable_saved_tensors_hooks(), where torch admits no saved-tensor hooks: the weights that "
+                "it uses there stay on the device until remove(). torch.autograd.grad() and backward() have "
+                "no such limit",
+                self.model_name,
             )
+        return close
 
     # -- reads and writes from outside -----------------------------------------------------------------------
     @contextmanager
@@ -324,10 +308,6 @@ class WeightStream(Client):
             self.parameters.adopt(weight)
 
     @property
-    def _host_bytes(self) -> int:
-        return sum(size.arriving for size in self._sizes) + self.experts.window.nbytes
-
-    @property
     def _weights(self) -> list[Weight]:
         """The weights that stream, by the block and by the expert."""
         by_block = (weight for block in self.blocks for weight in block.weights)
@@ -335,71 +315,6 @@ class WeightStream(Client):
 
     def int8_weights(self) -> list[Weight]:
         return [weight for weight in self._weights if weight.int8]
-
-    def _resized(self) -> None:
-        """Blocks have other bytes than before: plan as if nothing were measured."""
-        self._sizes = [Size(block.nbytes, block.link_bytes) for block in self.blocks]
-        self.figures.streamed_bytes = self._host_bytes
-        self.figures.int8_bytes = sum(b.link_bytes - b.nbytes + b.expanded_bytes for b in self.blocks)
-        whole = [*self._sizes]
-        for each in self.experts.weights:
-            size, nbytes = whole[each.parent.index], each.weight.nbytes
-            whole[each.parent.index] = Size(size.used + nbytes, size.arriving + nbytes)
-        self.limit_bytes = max(self._asked_bytes, least_window(whole))
-        least = least_window(self._sizes)
-        self.experts.window.share(self.limit_bytes - least)
-        self.limit_bytes = max(self.limit_bytes, least + self.experts.window.room_bytes)
-        self._take_plan(first_plan(self._sizes, self._limit_of_blocks))
-
-    @property
-    def _limit_of_blocks(self) -> int:
-        """Without what weights have that stream by the expert."""
-        return self.limit_bytes - self.experts.window.room_bytes
-
-    def _say_replaced(self) -> None:
-        """At a step's end, when no functional_call has put others in their place for its own duration."""
-        weights = [weight for block in self.blocks if not block.entered for weight in block.weights]
-        weights += [each.weight for each in self.experts.weights]
-        replaced = [weight.name for weight in weights if weight.replaced_by() is not None]
-        if replaced and self._said.first("replaced"):
-            logger.warning(
-                "%d streamed weights have another parameter in their place (the first: %s), which is "
-                "resident; call remove() and apply() again to have it stream, or use "
-                "load_state_dict(assign=True), which is followed",
-                len(replaced),
-                replaced[0],
-            )
-
-    def _say_larger(self) -> None:
-        """At a step's end, when a conversion is whole, or some weights stream by the expert beside blocks."""
-        if 0 < self._asked_bytes < self.limit_bytes and self._said.first("larger"):
-            logger.warning(
-                "%s: its weights, as they are converted or come by the expert, take %s for two blocks, more "
-                "than weights= allows, %s; remove() and apply() again with at least that",
-                self.model_name,
-                bytes_text(self.limit_bytes),
-                bytes_text(self._asked_bytes),
-            )
-
-    def _say_shared(self) -> None:
-        shared = [w.name for w in self._weights if not (w.without_values or is_alone(w.parameter))]
-        if shared:
-            logger.warning(
-                "%d streamed weights of %s share their memory with something else (the first: %s), such as a "
-                "tensor that .data gave or a state dict: they get memory of their own, and a write to one is "
-                "not seen in the other; take such tensors after apply()",
-                len(shared),
-                self.model_name,
-                shared[0],
-            )
-
-    def _say_let_go(self, weight: Weight) -> None:
-        if self._said.first("let go"):
-            logger.warning(
-                "%s: a forward of its block sets its .data, which may be saved for the backward then: it is "
-                "resident from here on. Write it in place under no_grad() to have it stream",
-                weight.name,
-            )
 
     # -- steps -----------------------------------------------------------------------------------------------
     def end_step(self) -> ClientStats:
@@ -435,6 +350,31 @@ class WeightStream(Client):
             self.figures.expert_weights = len(self.experts.weights)
             self._resized()
 
+    # -- which blocks stay -----------------------------------------------------------------------------------
+    @property
+    def _host_bytes(self) -> int:
+        return sum(size.arriving for size in self._sizes) + self.experts.window.nbytes
+
+    def _resized(self) -> None:
+        """Blocks have other bytes than before: plan as if nothing were measured."""
+        self._sizes = [Size(block.nbytes, block.link_bytes) for block in self.blocks]
+        self.figures.streamed_bytes = self._host_bytes
+        self.figures.int8_bytes = sum(b.link_bytes - b.nbytes + b.expanded_bytes for b in self.blocks)
+        whole = [*self._sizes]
+        for each in self.experts.weights:
+            size, nbytes = whole[each.parent.index], each.weight.nbytes
+            whole[each.parent.index] = Size(size.used + nbytes, size.arriving + nbytes)
+        self.limit_bytes = max(self._asked_bytes, least_window(whole))
+        least = least_window(self._sizes)
+        self.experts.window.share(self.limit_bytes - least)
+        self.limit_bytes = max(self.limit_bytes, least + self.experts.window.room_bytes)
+        self._take_plan(first_plan(self._sizes, self._limit_of_blocks))
+
+    @property
+    def _limit_of_blocks(self) -> int:
+        """Without what weights have that stream by the expert."""
+        return self.limit_bytes - self.experts.window.room_bytes
+
     def _plan_with(self, step: MeasuredStep) -> None:
         sizes, rate = self._sizes, step.bytes_per_s
         self.figures.compute_ms = sum(seconds for _, seconds in step.uses) * 1e3
@@ -449,16 +389,78 @@ class WeightStream(Client):
         if self._may_say_link() and 0 < compute_s * _TOO_SLOW < took_s and self._said.first("link"):
             self._say_link(took_s / compute_s, step.longest_pass(sizes))
 
-    def _may_say_link(self) -> bool:
-        """Not of a simulated link, unless a test wants it."""
-        return self._device.pins
-
     def _take_plan(self, plan: Plan) -> None:
         for block in self.blocks:
             block.keep = block.index in plan.keep
         self.residency.bound(plan.window_bytes, least_window(self._sizes))
         self.residency.trim()
         self.figures.kept_blocks, self.figures.limit_bytes = len(plan.keep), self.limit_bytes
+
+    # -- what is said once -----------------------------------------------------------------------------------
+    def _say_shared(self) -> None:
+        shared = [w.name for w in self._weights if not (w.without_values or is_alone(w.parameter))]
+        if shared:
+            logger.warning(
+                "%d streamed weights of %s share their memory with something else (the first: %s), such as a "
+                "tensor that .data gave or a state dict: they get memory of their own, and a write to one is "
+                "not seen in the other; take such tensors after apply()",
+                len(shared),
+                self.model_name,
+                shared[0],
+            )
+
+    def _say_casts(self, block: BlockWeights) -> None:
+        kind = self._device.torch_device.type
+        if not torch.is_autocast_enabled(kind):
+            return
+        cast = torch.get_autocast_dtype(kind)
+        wide = any(weight.parameter.dtype == torch.float32 != cast for weight in block.weights)
+        if wide and self._said.first("autocast"):
+            logger.warning(
+                "%s is in float32 and runs under autocast to %s: each cast of a weight is saved for the "
+                "backward, and stays on the device as without weights=. Convert frozen blocks to %s, "
+                "which halves what crosses the link too",
+                block.name,
+                cast,
+                cast,
+            )
+
+    def _say_let_go(self, weight: Weight) -> None:
+        if self._said.first("let go"):
+            logger.warning(
+                "%s: a forward of its block sets its .data, which may be saved for the backward then: it is "
+                "resident from here on. Write it in place under no_grad() to have it stream",
+                weight.name,
+            )
+
+    def _say_replaced(self) -> None:
+        """At a step's end, when no functional_call has put others in their place for its own duration."""
+        weights = [weight for block in self.blocks if not block.entered for weight in block.weights]
+        weights += [each.weight for each in self.experts.weights]
+        replaced = [weight.name for weight in weights if weight.replaced_by() is not None]
+        if replaced and self._said.first("replaced"):
+            logger.warning(
+                "%d streamed weights have another parameter in their place (the first: %s), which is "
+                "resident; call remove() and apply() again to have it stream, or use "
+                "load_state_dict(assign=True), which is followed",
+                len(replaced),
+                replaced[0],
+            )
+
+    def _say_larger(self) -> None:
+        """At a step's end, when a conversion is whole, or some weights stream by the expert beside blocks."""
+        if 0 < self._asked_bytes < self.limit_bytes and self._said.first("larger"):
+            logger.warning(
+                "%s: its weights, as they are converted or come by the expert, take %s for two blocks, more "
+                "than weights= allows, %s; remove() and apply() again with at least that",
+                self.model_name,
+                bytes_text(self.limit_bytes),
+                bytes_text(self._asked_bytes),
+            )
+
+    def _may_say_link(self) -> bool:
+        """Not of a simulated link, unless a test wants it."""
+        return self._device.pins
 
     def _say_link(self, slower: float, longer: float) -> None:
         tokens, hides = self._measured.tokens, ""

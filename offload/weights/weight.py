@@ -140,7 +140,8 @@ class Weight:
 
     def __init__(self, parameter: nn.Parameter, name: str, module: nn.Module, attribute: str) -> None:
         self.parameter: Tensor = parameter
-        self.name, self.module, self.attribute = name, weakref.ref(module), attribute
+        self.name, self.attribute = name, attribute
+        self.module: Callable[[], nn.Module | None] = weakref.ref(module)
         self.without_values = parameter.is_meta
         self.origin = torch.device("cpu") if parameter.is_meta else parameter.device
         self.nbytes = parameter.numel() * parameter.element_size()
@@ -241,10 +242,6 @@ class Weight:
         """As Home."""
         return self.parameter is parameter and self._lent is not None and self.holder() is not None
 
-    def keeper(self) -> nn.Module | None:
-        """As Home."""
-        return self.module()
-
     def newest(self) -> Tensor:
         """As Home."""
         holder = self.holder()
@@ -305,9 +302,7 @@ class Weight:
         """An INT8 weight's values like the parameter, on the CPU, in memory that is written when somebody
         first touches it. They stay as they are, whatever becomes of the weight."""
         with torch.inference_mode(False), torch.no_grad():
-            tensor = torch.empty_strided(
-                self.parameter.shape, self.parameter.stride(), dtype=self.parameter.dtype
-            )
+            tensor = torch.empty_like(self.parameter, device="cpu")
         vars(tensor)["_offload_weight"] = self
         tensor.__class__ = ExpandedLater
         self._copies[tensor] = None
