@@ -29,7 +29,6 @@ from offload.optim.stepping import HostedSteps
 from offload.optim.touch import AwaitedWeight, WeightWatch, await_all, weakly
 from offload.params.view import ParamView, count_write, laid_out_as
 from offload.telemetry.records import ClientStats
-from offload.transfer.stalls import Stalls, total_ms
 
 __all__ = ["Overlap", "StepRunner", "checked_overlap", "stepped_by_open_ones"]
 
@@ -128,7 +127,6 @@ class StepRunner(Client):
         self._watch = WeightWatch(engine, self.steps)
         begin = weakly(self._begin)
         self.backward = BackwardSteps(engine.limits, self.placed, self.steps, self._watch, begin)
-        self._stalls = Stalls(engine.device)
         self._limits = engine.limits.contributor("optim", self)
         if overlap == "backward":
             total = device_bytes(engine.device.torch_device)
@@ -437,13 +435,13 @@ class StepRunner(Client):
 
     def end_step(self) -> ClientStats:
         behind_bytes, self.backward.behind_bytes_peak = self.backward.behind_bytes_peak, 0
-        stalls, self._stalls, self.steps.stalls = self._stalls, self.steps.stalls, Stalls(self._engine.device)
+        self.steps.stalls, stall_count, stall_ms = self.steps.stalls.end_step()
         hides = self.overlap != "step"  # else step() itself waits, and compute has nothing else to do
         return ClientStats(
             lent_bytes=self.placed.host_bytes,
             device_bytes=self.placed.streamed.ring_bytes + behind_bytes,
-            stall_ms=total_ms(self._engine.device, stalls) if hides else 0.0,
-            stall_count=len(stalls) if hides else 0,
+            stall_ms=stall_ms if hides else 0.0,
+            stall_count=stall_count if hides else 0,
         )
 
     def capture_begins(self) -> None:

@@ -71,7 +71,7 @@ class ClientStats(Summed):
     """Device time in ms that `compute` waited for its copies, in the step before."""
 
     stall_count: int = 0
-    """Waits of `compute` that found the event of its copy not yet passed."""
+    """Waits of `compute` in this step that found the event of its copy not yet passed."""
 
     refused: int = 0
     """Tensors that should have left and stayed."""

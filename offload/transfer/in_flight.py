@@ -43,7 +43,7 @@ from offload.memory.arena import HostArena
 from offload.telemetry.records import TransferCounts
 from offload.transfer.block import BlockState, DeviceBlock, Transfer, living
 from offload.transfer.limits import Limits
-from offload.transfer.stalls import Stall, total_ms
+from offload.transfer.stalls import Stall, Stalls
 
 if TYPE_CHECKING:
     from offload.disk.tier import DiskTier
@@ -78,8 +78,7 @@ class InFlight:
         self.dropped: set[ChunkId] = set()
         # spills in flight, by storage: two chunks may save one storage
         self._sources: Counter[int] = Counter()
-        self.stalls: list[Stall] = []  # of this step
-        self._stalls_before: list[Stall] = []
+        self.stalls = Stalls(device)  # of this step
         self._no_room = False  # the device ran out of memory in this step: nothing more is fetched ahead
 
     # -- counts ----------------------------------------------------------------------------------------------
@@ -380,19 +379,18 @@ class InFlight:
         self.reclaim_freed()
 
     def end_step(self) -> tuple[TransferCounts, int, float]:
-        """Settle everything in flight and start new counts. Returns the step's counts, the number of its
-        stalls, and the stall of the step BEFORE it, in ms: a stall is read one step late, so that reading it
-        never blocks the host."""
+        """Settle everything in flight and start new counts. Returns the step's counts, and of stalls what
+        `Stalls.end_step` does."""
         self.reclaim_freed()
         self._settle_all()
         self._ahead.clear()
         self.limits.claim(0)
         self.dropped.clear()
         self._no_room = False
-        stall_ms = total_ms(self.device, self._stalls_before)
-        self._stalls_before, self.stalls, self._largest_bytes = self.stalls, [], 0
+        self._largest_bytes = 0
+        self.stalls, stall_count, stall_ms = self.stalls.end_step()
         counts, self.counts = self.counts, TransferCounts(device_bytes_peak=self.device_bytes)
-        return counts, len(self._stalls_before), stall_ms
+        return counts, stall_count, stall_ms
 
     def in_flight(self) -> tuple[int, int]:
         """Transfers not yet settled: (spills, restores)."""

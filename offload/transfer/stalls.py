@@ -32,11 +32,12 @@ class Stall:
 
 
 class Stalls(list[Stall]):
-    """Waits of one client's lanes for copies and steps, in their order."""
+    """Waits of one client's lanes for copies and steps in one step, in their order. before: those of the step
+    before it."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, before: Sequence[Stall] = ()) -> None:
         super().__init__()
-        self._device = device
+        self._device, self._before = device, before
 
     def wait(self, lane: Lane, event: Event, order: str) -> None:
         """The lane waits for the event, which is a stall where it has not passed yet. order: as
@@ -45,6 +46,12 @@ class Stalls(list[Stall]):
         self._device.wait(lane, event, order)
         if before is not None:
             self.append(Stall(lane, before, self._device.record(lane, timed=True)))
+
+    def end_step(self) -> tuple[Stalls, int, float]:
+        """Those of the next step, which are none yet; the number of these; and the time in ms of those of the
+        step BEFORE: it is read one step late, so that reading it never blocks the host."""
+        before, self._before = self._before, ()
+        return Stalls(self._device, self), len(self), total_ms(self._device, before)
 
 
 def all_passed(device: Device, stalls: Sequence[Stall]) -> bool:

@@ -532,15 +532,16 @@ class GradientStream(Client):
         """As Client."""
         self._settle()
         self._norms, self._has_asked = self._norms if self._has_asked else {}, False
-        moved, figures = self.residency.end_step(), self.figures
-        if moved.in_bytes or moved.out_bytes:
+        (came, left, *_), stall_count, stall_ms = self.residency.end_step()
+        figures = self.figures
+        if came or left:
             figures.steps += 1
-            figures.in_bytes, figures.out_bytes, figures.stall_ms, _ = moved
+            figures.in_bytes, figures.out_bytes, figures.stall_ms = came, left, stall_ms
         return ClientStats(
             lent_bytes=figures.host_bytes,
             device_bytes=self.residency.present_bytes,
-            stall_ms=moved.stall_ms,
-            stall_count=moved.stall_count,
+            stall_ms=stall_ms,
+            stall_count=stall_count,
         )
 
     def remove(self) -> None:

@@ -58,9 +58,10 @@ second is said.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -73,7 +74,7 @@ from offload.sizes import bytes_text
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.admission import Direction, Lease, Priority
 from offload.transfer.limits import Cap
-from offload.transfer.stalls import Stalls, total_ms
+from offload.transfer.stalls import Stalls
 from offload.weights.order import Order
 from offload.weights.readers import Readers
 from offload.weights.weight import BlockWeights, Weight
@@ -81,15 +82,6 @@ from offload.weights.weight import BlockWeights, Weight
 __all__ = ["Policy", "Residency"]
 
 logger = speaker(__name__)
-
-
-class Moved(NamedTuple):
-    """In a step: bytes to the device and to the host, and what compute waited."""
-
-    in_bytes: int
-    out_bytes: int
-    stall_ms: float
-    stall_count: int
 
 
 class Policy(Protocol):
@@ -103,9 +95,8 @@ class Policy(Protocol):
     def loaded(self, block: BlockWeights) -> None:
         """Its way in is issued."""
 
-    def used(self, block: BlockWeights, found: bool) -> None:
-        """The current lane is about to read it. found: it was there, or on its way. What comes next is
-        fetched afterwards."""
+    def used(self, block: BlockWeights) -> None:
+        """The current lane is about to read it. What comes next is fetched afterwards."""
 
     def dropped(self, block: BlockWeights) -> None:
         """It is off the device. `block.left` tells when what was written is back on the host."""
@@ -125,20 +116,24 @@ class Residency:
         self.share = engine.limits.contributor(client, self)
         self._cap: Cap = "weights_window_bytes" if client == "weights" else "gradients_window_bytes"
         self.window_bytes = self._planned_bytes = self._least_bytes = 0
-        self.in_bytes = self.out_bytes = 0
+        self.in_bytes = self.out_bytes = self.hits = self.misses = 0
         self.stalls = Stalls(engine.device)
         self.present_bytes = self.present_bytes_peak = 0
         self._said = Once()
         self._last_waits: dict[tuple[int, str], Event] = {}  # by lane and order
-        self._ended_stalls = Stalls(engine.device)
-        self._ended_bytes = 0, 0
+        self._ended = self.counted
 
-    def end_step(self) -> Moved:
-        """What the step did that ends; its stalls are of the one before."""
-        stalls, self._ended_stalls, self.stalls = self._ended_stalls, self.stalls, Stalls(self.device)
-        (before_in, before_out), self._ended_bytes = self._ended_bytes, (self.in_bytes, self.out_bytes)
-        moved = self.in_bytes - before_in, self.out_bytes - before_out
-        return Moved(*moved, total_ms(self.device, stalls), len(stalls))
+    @property
+    def counted(self) -> tuple[int, int, int, int]:
+        """Bytes to the device and to the host, uses that found their block there or on its way, and uses that
+        did not; ever."""
+        return self.in_bytes, self.out_bytes, self.hits, self.misses
+
+    def end_step(self) -> tuple[list[int], int, float]:
+        """Of the step that ends what `counted` counts, and of stalls what `Stalls.end_step` says."""
+        self.stalls, count, ms = self.stalls.end_step()
+        before, self._ended = self._ended, self.counted
+        return [*map(operator.sub, self._ended, before)], count, ms
 
     # -- the window ------------------------------------------------------------------------------------------
     def bound(self, window_bytes: int, least_bytes: int) -> None:

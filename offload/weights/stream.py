@@ -99,7 +99,6 @@ class WeightStream(Client):
         self.figures = WeightFigures(blocks=len(self.blocks), resident=choice.resident)
         self._resized()
         self._measured = Measured(engine.device, engine.copier)
-        self._hits = self._misses = 0
         self._said = Once()
         self._handles: list[Any] = []
         self.removed = False
@@ -208,10 +207,10 @@ class WeightStream(Client):
             found = self.residency.use(block, self.order.coming(), weights)
             if not is_new:
                 return
-            self._hits += found
-            self._misses += not found
+            self.residency.hits += found
+            self.residency.misses += not found
             if self.residency.policy is not None:
-                self.residency.policy.used(block, found)
+                self.residency.policy.used(block)
             self._measured.after_use(use, before)
             self.residency.fetch_ahead(self.order, (block.index,))
 
@@ -319,16 +318,15 @@ class WeightStream(Client):
     # -- steps -----------------------------------------------------------------------------------------------
     def end_step(self) -> ClientStats:
         """As Client."""
-        moved = self.residency.end_step()
+        (came, left, hits, misses), stall_count, stall_ms = self.residency.end_step()
         figures, experts, readers = self.figures, self.experts, self.residency.readers
         window = experts.window
-        if self._hits + self._misses:
+        if hits + misses:
             figures.steps += 1
-            figures.in_bytes, figures.out_bytes, figures.stall_ms, _ = moved
-            figures.hits, figures.misses = self._hits, self._misses
+            figures.in_bytes, figures.out_bytes, figures.stall_ms = came, left, stall_ms
+            figures.hits, figures.misses = hits, misses
             figures.expert_hits, figures.expert_misses = window.hits, window.misses
             figures.counts_ms, figures.calls_ms = experts.waited_s * 1e3, readers.waited_s * 1e3
-        self._hits = self._misses = 0
         window.hits, window.misses, experts.waited_s, readers.waited_s = 0, 0, 0.0, 0.0
         self.order.step_ends()
         if self.residency.follow_limits():
@@ -341,8 +339,8 @@ class WeightStream(Client):
         return ClientStats(
             lent_bytes=self._host_bytes,
             device_bytes=self.residency.present_bytes + window.held_bytes,
-            stall_ms=moved.stall_ms,
-            stall_count=moved.stall_count,
+            stall_ms=stall_ms,
+            stall_count=stall_count,
         )
 
     def _learn(self, blocks: Collection[BlockWeights]) -> None:

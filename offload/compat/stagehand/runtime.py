@@ -20,6 +20,7 @@ recompute in the backward and a forward outside of a step find their weights.
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -258,7 +259,7 @@ class StagehandRuntime:
     def _start_step(self, step: int) -> None:
         scheduler, device = self.scheduler, self.offload_engine.device
         scheduler.step, scheduler.in_step, scheduler.metrics = step, True, StepMetrics(step=step)
-        self._moved = self.stream.residency.in_bytes, self.stream.residency.out_bytes
+        self._counted = self.stream.residency.counted
         self._begun = device.record(device.compute, timed=True)
 
     def _finish_step(self) -> None:
@@ -266,8 +267,8 @@ class StagehandRuntime:
         with engine.lock:
             scheduler.take_stalls()
             metrics, stalls, scheduler.stalls = scheduler.metrics, scheduler.stalls, []
-            metrics.h2d_bytes = residency.in_bytes - self._moved[0]
-            metrics.d2h_bytes = residency.out_bytes - self._moved[1]
+            moved = map(operator.sub, residency.counted, self._counted)
+            metrics.h2d_bytes, metrics.d2h_bytes, metrics.prefetch_hits, metrics.prefetch_misses = moved
             metrics.stall_count = len(stalls)
             metrics.vram_used_mb = self.budget.read() / MIB
             metrics.vram_reserved_mb = (engine.device.allocator_bytes() or (0, 0))[0] / MIB

@@ -146,13 +146,11 @@ class StagehandScheduler:
             self.residency.transition(block.name, BlockState.HOST_STAGED)
         self.residency.transition(block.name, BlockState.PREFETCHING)
 
-    def used(self, block: BlockWeights, found: bool) -> None:
+    def used(self, block: BlockWeights) -> None:
         entry = self.residency.entries[block.name]
         if entry.state is BlockState.PREFETCHING:
             self.residency.transition(block.name, BlockState.GPU_READY)
         entry.last_used_step, self.using = self.step, block
-        self.metrics.prefetch_hits += found
-        self.metrics.prefetch_misses += not found
         self.take_stalls()
         now = self.stream.order.now
         if now is not None and now.during in (Pass.FORWARD, Pass.INFERENCE):

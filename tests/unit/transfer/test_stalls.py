@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offload.device.sim import SimDevice, SimLane
-from offload.transfer.stalls import Stall, all_passed, total_ms
+from offload.transfer.stalls import Stall, Stalls, all_passed, total_ms
 
 
 class CountingDevice(SimDevice):
@@ -51,3 +51,16 @@ def test_lane_that_has_not_got_to_its_last_stall_counts_those_that_it_has() -> N
     assert total_ms(device, [*mine, *theirs]) == 4_000.0
     assert all_passed(device, [])
     assert total_ms(device, []) == 0.0
+
+
+def test_a_step_has_the_number_of_its_stalls_and_the_time_of_those_before_it() -> None:
+    device = SimDevice(executor="clock")
+    first = Stalls(device)
+    first.wait(device.compute, device.record(device.h2d), "read")  # for what has passed: none
+    first += [stalled(device, device.compute, 1.0) for _ in range(2)]
+    second, *found = first.end_step()
+    assert found == [2, 0.0]
+    second.append(stalled(device, device.compute, 3.0))
+    third, *found = second.end_step()
+    assert found == [1, 2_000.0]
+    assert third.end_step()[1:] == (0, 3_000.0)
