@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
+import pickle
 import random
 import statistics
 import sys
@@ -21,13 +23,15 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from inspect import signature
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -48,6 +52,11 @@ _LEAST_STEPS, _MOST_STEPS = 2, 12
 """Of a mode. "auto" measures in the first ones."""
 
 _NOTHING: Mapping[str, Any] = {"mode": False}
+
+_TIMEOUT_S = 600.0
+"""Of a wait for another rank; torch's own for NCCL."""
+
+_comparisons = itertools.count()  # alike on all ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,11 +159,25 @@ def compare(
     A mode that runs out of memory, that `apply` refuses, or in which a step raises an OffloadError, is a row
     that says so. Optimizers of the model's parameters are found, others when they step; what they step
     besides is put back as well. With several ranks all must call, with the same modes; times and peaks are
-    those of the worst rank, so that all find the same best. A rank that runs out of memory amid a collective
-    leaves the others waiting in it, as in any step.
+    those of the worst rank, so that all find the same best. Where one raises, so do all, with an OffloadError
+    that names it. A rank that leaves a step amid a collective leaves the others waiting in it, as in any
+    step: out of memory, it waits 10 minutes for them, and raises.
     Raises ValueError for a model that has a handle already, a size or a mode that is none, and whatever
     `step` raises, but for these. Blocks the host after each step.
     """
+    with _Ranks() as ranks:
+        return _compared(ranks, model, step, within, modes, stateful, budget_s)
+
+
+def _compared(
+    ranks: _Ranks,
+    model: nn.Module,
+    step: Callable[[], object],
+    within: int | str | None,
+    modes: Sequence[Mode | Mapping[str, Any]] | None,
+    stateful: Sequence[Any],
+    budget_s: float,
+) -> Comparison:
     within_bytes = argument_bytes(within, name="within", of_bytes=gpu_bytes())
     if is_applied(model):
         raise ValueError(f"compare() of a {type(model).__name__} that is offloaded; call remove() first")
@@ -177,10 +200,10 @@ def compare(
             bar.set_postfix_str(str(arguments))
             seconds = (ends - time.monotonic()) / (len(given) - index)
             try:
-                row = _tried(model, step, arguments, seconds)
+                row = _tried(ranks, model, step, arguments, seconds)
             finally:
                 _clear(engine, config, put_back)
-            row = _agreed(row)
+            row = _agreed(row, ranks.tell(_shallow(row)))
             over = within_bytes is not None and row.peak_bytes > within_bytes
             if over and not row.why_not:
                 row = Compared(
@@ -208,7 +231,7 @@ def _shallow(row: Compared) -> dict[str, Any]:
 
 
 def _tried(
-    model: nn.Module, step: Callable[[], object], arguments: dict[str, Any], seconds: float
+    ranks: _Ranks, model: nn.Module, step: Callable[[], object], arguments: dict[str, Any], seconds: float
 ) -> Compared:
     """Take steps for so many seconds, two at least, under these arguments. Ranks go on together: the steps of
     one that went on alone would wait for the others."""
@@ -229,7 +252,7 @@ def _tried(
                     raise  # of the step
                 why_not = f"{'refused' if handle is None else 'fails'}: {error}"
             more = len(times) < _LEAST_STEPS or (len(times) < _MOST_STEPS and time.monotonic() < ends)
-            found = _of_ranks((why_not, more))
+            found = ranks.tell((why_not, more))
             why_not, more = max(why for why, _ in found), all(each for _, each in found)
         if why_not:
             return Compared(arguments=arguments, why_not=why_not)
@@ -275,18 +298,51 @@ def _clear(engine: OffloadEngine, config: Any, put_back: Callable[[], None]) -> 
         torch.cuda.empty_cache()
 
 
-def _of_ranks(mine: Any) -> list[Any]:
-    """What each rank gives, once all have called."""
-    found: list[Any] = [mine]
-    if dist.is_available() and dist.is_initialized():
-        found *= dist.get_world_size()
-        dist.all_gather_object(found, mine)
-    return found
+class _Ranks:
+    """What ranks tell each other, as values in the job's store: a collective would meet one of the step's, of
+    a rank that is still in it. At the end with an error it is told, and raised on all. Blocks the host until
+    all have told as much, at most `_TIMEOUT_S`."""
+
+    def __init__(self) -> None:
+        self._told, self._store = 0, None
+        if dist.is_available() and dist.is_initialized():
+            self._rank, prefix = dist.get_rank(), f"offload/compare/{next(_comparisons)}"
+            self._store = c10d.PrefixStore(prefix, c10d._get_default_store())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._store is not None:
+            self._set(self._store, (None, f"{type(error).__name__}: {error}"))
+
+    def tell(self, mine: Any) -> list[Any]:
+        """What each rank tells, by rank, once all have. Raises OffloadError where one has raised."""
+        if self._store is None:
+            return [mine]
+        keys = [f"{self._told}/{rank}" for rank in range(dist.get_world_size())]
+        self._set(self._store, (mine, ""))
+        try:
+            self._store.wait(keys, timedelta(seconds=_TIMEOUT_S))
+        except dist.DistError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise OffloadError(
+                f"compare(): rank {self._rank} waited {_TIMEOUT_S:g} s for ranks {missing}, which are in a "
+                "step, perhaps in a collective that this rank has left; leave the mode out of modes="
+            ) from error
+        found = [pickle.loads(self._store.get(key)) for key in keys]
+        for rank, (_, raised) in enumerate(found):
+            if raised:
+                raise OffloadError(f"compare() ends on all ranks, since rank {rank} raised {raised}")
+        return [told for told, _ in found]
+
+    def _set(self, store: Any, told: tuple[Any, str]) -> None:
+        store.set(f"{self._told}/{self._rank}", pickle.dumps(told))
+        self._told += 1
 
 
-def _agreed(row: Compared) -> Compared:
+def _agreed(row: Compared, found: Sequence[Mapping[str, Any]]) -> Compared:
     """The worst of all ranks."""
-    found = _of_ranks(_shallow(row))
     worst = {name: max(each[name] for each in found) for name in found[0].keys() - {"arguments"}}
     return Compared(arguments=row.arguments, **worst)
 

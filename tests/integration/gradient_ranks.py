@@ -116,6 +116,20 @@ def compared(rank: int) -> tuple[Compared, ...]:
         model.zero_grad()
 
     refused = {"mode": "groups"} | ({"blocks": "absent.*"} if rank else {})
+    before, optimizer = copy.deepcopy(model.state_dict()), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def breaks() -> None:
+        model(torch.randn(ROWS, WIDTH)).sum().backward()
+        optimizer.step()
+        if rank:
+            raise KeyboardInterrupt
+
+    raised, words = (KeyboardInterrupt, "") if rank else (OffloadError, "rank 1 raised KeyboardInterrupt")
+    with pytest.raises(raised, match=words):
+        offload.compare(model, breaks, modes=["checkpoint"])
+    with pytest.raises((ValueError, OffloadError), match="'grops', must be one of"):
+        offload.compare(model, step, modes=["grops" if rank else "groups"])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     return offload.compare(model, step, modes=[False, refused, "checkpoint"], budget_s=0.1).rows
 
 
