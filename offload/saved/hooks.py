@@ -28,7 +28,7 @@ from offload.saved.filters import Verdict, is_parameter, is_plain, is_wrapper, j
 from offload.saved.handles import Handle, Passed, modified
 from offload.saved.store import TensorStore
 from offload.sizes import bytes_text
-from offload.telemetry.speaker import speaker
+from offload.telemetry.speaker import Once, speaker
 
 __all__ = [
     "InstalledScope",
@@ -254,7 +254,7 @@ class SavedTensorHooks:
         # by storage: packs what is saved of a weight that is streamed. Also for what is saved in a backward
         self.streamed: dict[int, Callable[[torch.Tensor], LoadedAtRead | None]] = {}
         self._here = _Scopes()
-        self._named_types: set[type[torch.Tensor]] = set()
+        self._said = Once()
 
     # -- scopes ----------------------------------------------------------------------------------------------
     def push(self, scope: Scope, stays: Callable[[torch.Tensor], bool] | None = None) -> InstalledScope:
@@ -435,8 +435,7 @@ class SavedTensorHooks:
                     return handle
         elif verdict is Verdict.REPLAYED:
             scopes[-1].scope.note_replayed(tensor)
-        elif verdict is Verdict.SUBCLASS and type(tensor) not in self._named_types:
-            self._named_types.add(type(tensor))
+        elif verdict is Verdict.SUBCLASS and self._said.first(type(tensor)):
             logger.warning(
                 "saved tensors of type %s stay on the device (the first: %s): the type has no "
                 "__tensor_flatten__, so its bytes cannot be found; keep such tensors outside "
