@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.device import Event
 from offload.errors import HostBudgetError
 from offload.memory.arena import Block, HostArena
 from offload.params.layout import ALIGN, Section
@@ -87,14 +86,6 @@ class HostSection:
     def view(self, name: str, start: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Elements of `dtype` from the beginning of the slot on, 1-D."""
         return self.slot(name, start, numel).narrow(0, 0, numel * dtype.itemsize).view(dtype)
-
-    def close_later(self, after: Event | None) -> None:
-        """As `close`, for finalisers on any thread: takes no lock. after: comes after the last copy; None
-        where that is over."""
-        self._flats.clear()
-        for block in self._blocks:
-            self._arena.give_back_later(block, after)
-        self._blocks.clear()
 
     def close(self) -> None:
         """Give the blocks back. Nothing may use them any more."""

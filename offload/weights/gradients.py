@@ -22,7 +22,7 @@ own. Bytes cross by `Residency`, whose ordering notes hold for gradients, too.
 # hazard  WAR: `d2h` writes a gradient's host bytes while `h2d` still reads those of the one before, which was
 #         fetched and then thrown away; another lane may have made the new one.
 # edge    the block keeps the event of its last way in; d2h waits for it before the first way out.
-# alive   the gradient's section.
+# alive   the gradient's master.
 # proof   tests/property/test_gradient_edges.py, edge "gradients home"
 #
 # [Order: gradients sent]
@@ -418,9 +418,12 @@ class GradientStream(Client):
         if all(block.present or not block.weights for block in self.blocks):
             return
         self._trim()
-        # of a block without weights a gradient is about to be made, in the room that there is
-        end = self._over.union(block.index for block in self.blocks if not block.weights)
-        self.residency.fetch_ahead(self.order, {*stay, *self._going_indices}, end, self._piece_bytes)
+        self.residency.fetch_ahead(self.order, {*stay, *self._going_indices}, self._is_end, self._piece_bytes)
+
+    def _is_end(self, block: BlockWeights) -> bool:
+        """Whether nothing is fetched from this block on: its gradient is about to be made, in the room that
+        there is, or the backward has used it."""
+        return block.index in self._over or not block.weights
 
     def _trim(self, coming_bytes: int = 0) -> None:
         """Give back the memory of what has gone, all but that of the last, which the loop may use again. Half

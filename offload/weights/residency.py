@@ -33,7 +33,7 @@ second is said.
 # hazard  RAW: `h2d` reads a master that `d2h` still writes: the lane that fetches ahead need not be the one
 #         that gave the block's bytes back.
 # edge    the block keeps the event of its last way out; h2d waits for it.
-# alive   the weight's section.
+# alive   the weight's master.
 # proof   tests/property/test_weight_edges.py, edge "weights home"
 #
 # [Order: weights again]
@@ -45,7 +45,7 @@ second is said.
 # [Order: weights stepped]
 # hazard  RAW: `h2d` reads a master that the step of an optimizer still writes, on `d2h`.
 # edge    the optimizer's bucket keeps the event of its way out; h2d waits for it.
-# alive   the weight's section.
+# alive   the weight's master.
 # proof   tests/property/test_weight_edges.py, edge "weights stepped"
 #
 # [Order: weights gone]
@@ -150,19 +150,19 @@ class Residency:
 
     # -- in --------------------------------------------------------------------------------------------------
     def fetch_ahead(
-        self, order: Order, stay: Collection[int], end: Collection[int] = (), piece_bytes: int = 0
+        self, order: Order, stay: Collection[int], ends: Callable[[BlockWeights], bool], piece_bytes: int = 0
     ) -> None:
         """Fetch what comes next, by the piece, as long as it fits beside what comes before it, while that is
-        expanded. end: blocks that are not fetched, nor what comes after the first of them. piece_bytes: at
-        least, but for the last one."""
+        expanded. ends: whether a block is not fetched, nor what comes after it. piece_bytes: at least, but
+        for the last one."""
         seen, before, expanding = set(stay), 0, 0  # bytes
         piece: list[BlockWeights] = []
         for index in order.coming():
             if index in seen:
                 continue
-            if index in end:
-                break
             block = self.blocks[index]
+            if ends(block):
+                break
             coming = sum(each.link_bytes for each in piece)
             if not block.present:
                 expanding = max(expanding, block.expanded_bytes)

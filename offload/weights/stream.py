@@ -144,7 +144,7 @@ class WeightStream(Client):
             self._released(block)
             if not self.removed:
                 with _outside_transforms():
-                    self.residency.fetch_ahead(self.order, ())
+                    self.residency.fetch_ahead(self.order, (), lambda block: False)
 
     def free(self, block: BlockWeights) -> None:
         """Take the block off the device now, unless somebody uses it."""
@@ -212,7 +212,7 @@ class WeightStream(Client):
             if self.residency.policy is not None:
                 self.residency.policy.used(block)
             self._measured.after_use(use, before)
-            self.residency.fetch_ahead(self.order, (block.index,))
+            self.residency.fetch_ahead(self.order, (block.index,), lambda block: False)
 
     def _use_saved(self, weight: Weight) -> None:
         """Before a save of the weight is read."""

@@ -27,7 +27,7 @@ once they are there.
 # [Order: experts home]
 # hazard  RAW: `h2d` reads a master to which `d2h` still returns what was written on the device.
 # edge    the weight's block keeps the event of its last way out; h2d waits for it.
-# alive   the weight's section.
+# alive   the weight's master.
 # proof   tests/property/test_expert_edges.py, edge "experts home"
 #
 # [Order: experts lanes]
