@@ -142,10 +142,7 @@ class GradientStream(Client):
     def hook_trained(self) -> None:
         """Follow parameters that were frozen, and are trained now, those that have taken another's place, and
         those that were on meta, before somebody else has hooks on them. Blocks the host for pinning."""
-        with (
-            self._lock,
-            torch._C.DisableTorchFunctionSubclass(),
-        ):  # an optimizer may still write the parameters
+        with self._lock, torch._C.DisableTorchFunctionSubclass():  # an optimizer may still write them
             for gradient in self.gradients:
                 owner, handles = gradient.owner, self._handles.get(gradient)
                 if owner is None or owner.is_meta or not (owner.requires_grad and owner.is_leaf):

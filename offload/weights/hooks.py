@@ -27,8 +27,7 @@ class BlockCalls:
     """The hooks of a block, as `HookPair` calls them."""
 
     def __init__(self, stream: BlockHolder, block: BlockWeights) -> None:
-        self._stream = stream
-        self._block = block
+        self._stream, self._block = stream, block
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Close:
         frame: FrameType | None = sys._getframe()

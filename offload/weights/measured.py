@@ -61,12 +61,10 @@ class Measured:
     was one."""
 
     def __init__(self, device: Device, copier: Copier) -> None:
-        self._device = device
-        self._copier = copier
+        self._device, self._copier = device, copier
         self.tokens: int | None = None
-        self._ended = 0
+        self._ended = self._uses = 0
         self._known: set[int] = set()  # uses of the steps that were measured
-        self._uses = 0
         self._samples: list[_Sample] = []
         self._copies: list[tuple[int, Event, Event]] = []
         self._watching = False

@@ -238,10 +238,8 @@ class Parameters:
             found = [block for block in self._blocks if any(weight.int8 for weight in block.weights)]
             blocks = [block for block in found if fnmatch.fnmatchcase(block.name, pattern)]
             if not blocks:
-                names = ", ".join(block.name for block in found[:8]) or "none"
-                raise ValueError(
-                    f"dequantize({pattern!r}) names no block with INT8 weights; they are {names}"
-                )
+                some = ", ".join(block.name for block in found[:8]) or "none"
+                raise ValueError(f"dequantize({pattern!r}) names no block with INT8 weights; they are {some}")
             more = sum(block.nbytes - block.link_bytes for block in blocks)
             check_budget(self._engine.arena, more, f"{pattern}'s plain weights", "name fewer blocks")
             for block in blocks:

@@ -90,9 +90,8 @@ class QuantLinear(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        )
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}"
 
 
 def _expanded(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

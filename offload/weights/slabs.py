@@ -26,6 +26,7 @@ from offload.weights.weight import Weight
 
 __all__ = ["Slab", "plain_name", "signature", "write_slab"]
 
+AnyPath = str | PathLike[str]
 _SLAB = {"quant_version": "squareq_bp8_v2", "kernel_abi_version": 1}
 _LAYER = {"quant_bits": 8, "quant_scheme": "per_row_symmetric", "quant_axis": 0}
 """What a manifest, and each of its layers, has to say."""
@@ -50,9 +51,7 @@ def signature(model: nn.Module, is_adapter: Callable[[str], bool]) -> str:
     return hashlib.sha256("|".join(found).encode()).hexdigest()[:16]
 
 
-def write_slab(
-    path: str | PathLike[str], weights: Iterable[Weight], model_signature: str, architecture: str
-) -> Path:
+def write_slab(path: AnyPath, weights: Iterable[Weight], model_signature: str, architecture: str) -> Path:
     """Write INT8 weights as they wait on the host. Returns the manifest's path. Blocks the host."""
     from safetensors.torch import save_file
 
@@ -102,9 +101,7 @@ def write_slab(
 class Slab:
     """A slab that fits a model. Raises SlabError, or one of its kinds, that says what does not fit."""
 
-    def __init__(
-        self, path: str | PathLike[str], model: nn.Module, is_adapter: Callable[[str], bool]
-    ) -> None:
+    def __init__(self, path: AnyPath, model: nn.Module, is_adapter: Callable[[str], bool]) -> None:
         """path: of the manifest, beside which the safetensors file is. Reads the manifest and the scales."""
         from safetensors import safe_open
 

@@ -74,9 +74,7 @@ class WeightStream(Client):
         limit_bytes: int | None,
         policy: Policy | None = None,
     ) -> None:
-        self._engine = engine
-        self._device = engine.device
-        self._lock = engine.lock
+        self._engine, self._device, self._lock = engine, engine.device, engine.lock
         self.model_name = type(model).__name__
         self.blocks = [
             BlockWeights(index, name, engine.device, weights)

@@ -143,9 +143,7 @@ class StreamedWeight(Watched):
         """On the CPU: a copy of the model costs no device memory."""
         if id(self) not in memo:
             if not self.is_leaf:
-                raise RuntimeError(
-                    "only leaves of the autograd graph can be copied by deepcopy; detach first"
-                )
+                raise RuntimeError("only leaves of autograd's graph can be copied by deepcopy; detach first")
             copied = _on_host(self).clone(memory_format=torch.preserve_format)
             memo[id(self)] = (
                 nn.Parameter(copied, self.requires_grad)
@@ -330,10 +328,7 @@ def _differentiate(func: Callable[..., Any], outputs: Any, inputs: Sequence[Any]
     meet this class. So it gets their places in the graph instead."""
     if not all(each.requires_grad for each in inputs if isinstance(each, StreamedWeight)):
         return untouched(func, (outputs,), {**kwargs, "inputs": inputs})  # which raises
-    edges = [
-        untouched(get_gradient_edge, (each,), {}) if isinstance(each, StreamedWeight) else each
-        for each in inputs
-    ]
+    edges = [untouched(get_gradient_edge, (t,), {}) if isinstance(t, StreamedWeight) else t for t in inputs]
     options = {**kwargs, "inputs": edges}
     if not kwargs.get("materialize_grads", False):
         return func(outputs, **options)
