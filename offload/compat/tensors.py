@@ -36,7 +36,7 @@ from offload.groups.release import ReleasedTensor, is_held, mark_released, unmar
 from offload.ids import Owner
 from offload.optim.touch import await_all, watch
 from offload.params.watched import Watched
-from offload.transfer.layout import ViewLayout, overlaps_itself, place_of, span_of, view_of
+from offload.transfer.layout import ViewLayout, is_dense, overlaps_itself, place_of, span_of, view_of
 from offload.transfer.limits import DEFAULT_IN_FLIGHT_BYTES
 
 __all__ = ["OffloadHandle", "TensorOffloader"]
@@ -186,7 +186,7 @@ class TensorOffloader:
         with self.engine.lock, torch.no_grad():
             self._collect()
             values = tensor.detach().resolve_conj().resolve_neg()
-            dense = torch.empty_like(values, device="meta").stride() == values.stride()
+            dense = is_dense(values)
             values = values if dense else values.contiguous()
             loan, flat = _Loan(self, values), _flat(values)
             device.note_write(compute, flat)

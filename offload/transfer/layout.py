@@ -22,6 +22,7 @@ __all__ = [
     "WeakStorage",
     "bytes_of",
     "empty_at",
+    "is_dense",
     "overlaps_itself",
     "place_of",
     "span_of",
@@ -113,6 +114,12 @@ def bytes_of(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Te
     if sanitizing():
         return _unseen(storage, torch.uint8, start, (nbytes,), (1,))
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (nbytes,), (1,))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements, in any order, are a range of memory without gaps, each once."""
+    like = torch.empty_like(tensor, device="meta") if tensor.layout is torch.strided else None
+    return like is not None and like.stride() == tensor.stride()
 
 
 def overlaps_itself(layout: ViewLayout) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from offload.transfer.layout import is_dense
 from offload.weights.watched import StreamedWeight
 from offload.weights.weight import Weight
 
@@ -48,11 +49,8 @@ def choose_gradients(model: nn.Module, streamed: Choice | None) -> list[str]:
     if streamed is not None:
         return [weight.name for each in streamed.blocks.values() for weight in each]
     _refuse_fsdp(model, 'gradients="host"')
-    found = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if type(parameter) in (nn.Parameter, StreamedWeight) and parameter.numel() >= LEAST_NUMEL
-    }
+    named = ((n, p) for n, p in model.named_parameters() if type(p) in (nn.Parameter, StreamedWeight))
+    found = {name: parameter for name, parameter in named if parameter.numel() >= LEAST_NUMEL}
     if not any(parameter.requires_grad for parameter in found.values()):
         trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
         raise ValueError(
@@ -81,11 +79,8 @@ def choose(
                 "reads weights unseen; apply to the model that was scripted or traced, before it was"
             )
     places = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    storages = Counter(
-        tensor.untyped_storage()._cdata
-        for tensor in (*model.parameters(), *model.buffers())
-        if type(tensor) in (nn.Parameter, nn.Buffer, Tensor)
-    )
+    tensors, plain = (*model.parameters(), *model.buffers()), (nn.Parameter, nn.Buffer, Tensor)
+    storages = Counter(t.untyped_storage()._cdata for t in tensors if type(t) in plain)
     choice, inside = Choice(), set[int]()
     least = LEAST_NUMEL if least_numel is None else least_numel
     for name, block in blocks.items():
@@ -179,10 +174,4 @@ def _why_resident(
         return f"of a tensor subclass ({type(parameter).__name__})"
     if parameter.numel() < least_numel:
         return f"smaller than {least_numel:,} elements"
-    if (
-        parameter.layout is not torch.strided
-        or parameter.is_inference()
-        or torch.empty_like(parameter, device="meta").stride() != parameter.stride()
-    ):
-        return "not dense in memory"
-    return ""
+    return "" if is_dense(parameter) and not parameter.is_inference() else "not dense in memory"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.device import Device, Lane
+from offload.transfer.layout import is_dense
 from offload.weights.weight import BlockWeights, Holder, Weight, nobody
 
 __all__ = ["Gradient", "GradientHolder", "may_leave"]
@@ -28,10 +29,10 @@ class Gradient(Weight):
 
     is_gradient = True
 
-    def __init__(
-        self, owner: nn.Parameter, name: str, module: nn.Module, attribute: str, index: int, device: Device
-    ) -> None:
-        super().__init__(owner, name, module, attribute)
+    def __init__(self, model: nn.Module, name: str, index: int, device: Device) -> None:
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        super().__init__(getattr(module, attribute), name, module, attribute)
         self._tensor: Callable[[], Tensor | None] = nobody
         self.returned: Callable[[], object] = nobody
         self.let_go: Callable[[], Tensor | None] = nobody  # that stays until a backward has added to it
@@ -116,10 +117,5 @@ class GradientHolder(Holder, Protocol):
 
 def may_leave(gradient: Tensor, device: Device) -> bool:
     """Whether a gradient is plain and dense, part of no graph, and on the device."""
-    return (
-        type(gradient) is Tensor
-        and gradient.layout is torch.strided
-        and not (gradient.requires_grad or gradient.is_inference())
-        and device.owns(gradient)
-        and torch.empty_like(gradient, device="meta").stride() == gradient.stride()
-    )
+    plain = type(gradient) is Tensor and not (gradient.requires_grad or gradient.is_inference())
+    return plain and is_dense(gradient) and device.owns(gradient)

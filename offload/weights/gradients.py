@@ -52,6 +52,7 @@ from offload.client import Client, weakly
 from offload.device import Event, Lane
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError
+from offload.params.home import has_own_storage
 from offload.params.sections import check_budget
 from offload.telemetry.records import ClientStats
 from offload.telemetry.speaker import Once, speaker
@@ -62,7 +63,7 @@ from offload.weights.parameters import close_behind
 from offload.weights.residency import Residency
 from offload.weights.saves import CopiedSave, open_saves
 from offload.weights.watched import StreamedGradient, make_plain, orphan, watch
-from offload.weights.weight import BlockWeights, Weight, has_own_storage, in_backward, nobody
+from offload.weights.weight import BlockWeights, Weight, in_backward, nobody
 
 __all__ = ["GradientStream", "window_bytes"]
 
@@ -100,12 +101,7 @@ class GradientStream(Client):
 
     def __init__(self, engine: OffloadEngine, model: nn.Module, names: Iterable[str]) -> None:
         self._engine, self._device, self._lock = engine, engine.device, engine.lock
-        self.gradients = [
-            Gradient(getattr(module, attribute), name, module, attribute, index, engine.device)
-            for index, name in enumerate(names)
-            for path, _, attribute in [name.rpartition(".")]
-            for module in [model.get_submodule(path)]
-        ]
+        self.gradients = [Gradient(model, name, index, engine.device) for index, name in enumerate(names)]
         trained = [each for each in self.gradients if each.owner is not None and each.owner.requires_grad]
         total = sum(gradient.nbytes for gradient in trained)
         check_budget(engine.arena, total, f"the gradients of {type(model).__name__}", "leave gradients= out")
@@ -150,10 +146,8 @@ class GradientStream(Client):
                 if handles is None or handles[0].hooks_dict_ref() is not owner._backward_hooks:
                     gradient.make_master(self._engine.arena)
                     before, after = (partial(hook, gradient) for hook in self._hooks)
-                    self._handles[gradient] = (
-                        owner.register_hook(before),
-                        owner.register_post_accumulate_grad_hook(after),
-                    )
+                    hooks = owner.register_hook(before), owner.register_post_accumulate_grad_hook(after)
+                    self._handles[gradient] = hooks
         self.figures.host_bytes = sum(gradient.nbytes for gradient in self._handles)
         self.figures.count = len(self._handles)
 
@@ -205,15 +199,9 @@ class GradientStream(Client):
         """Once: gradients that no accumulation made. Those that were let go of stay, as that says."""
         if self._open or ("set",) in self._said:
             return
-        found = [
-            gradient.name
-            for gradient in self._handles
-            if not gradient.known
-            and (tensor := gradient.now) is not None
-            and tensor is not gradient.let_go()
-            and may_leave(tensor, self._device)
-            and has_own_storage(tensor)
-        ]
+        made = [each for each in self._handles if not each.known and each.now is not each.let_go()]
+        able = [each for each in made if (t := each.now) is not None and may_leave(t, self._device)]
+        found = [each.name for each in able if (t := each.now) is not None and has_own_storage(t)]
         if found and self._said.first("set"):
             logger.warning(
                 "%d gradients (the first: %s) were set as p.grad, not added to by a backward, as the "
@@ -537,12 +525,8 @@ class GradientStream(Client):
         if came or left:
             figures.steps += 1
             figures.in_bytes, figures.out_bytes, figures.stall_ms = came, left, stall_ms
-        return ClientStats(
-            lent_bytes=figures.host_bytes,
-            device_bytes=self.residency.present_bytes,
-            stall_ms=stall_ms,
-            stall_count=stall_count,
-        )
+        lent, here = figures.host_bytes, self.residency.present_bytes
+        return ClientStats(lent_bytes=lent, device_bytes=here, stall_ms=stall_ms, stall_count=stall_count)
 
     def remove(self) -> None:
         """Every gradient is torch's own again, on the device. Raises torch.OutOfMemoryError where they do not

@@ -20,13 +20,15 @@ from offload.device.rows import quantize_rows
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.ids import Owner
+from offload.params.home import has_own_storage
 from offload.params.sections import check_budget
 from offload.telemetry.progress import progress
 from offload.transfer.admission import Priority
+from offload.transfer.layout import is_dense
 from offload.weights.residency import Residency
 from offload.weights.saves import pack
 from offload.weights.watched import make_plain, orphan, watch
-from offload.weights.weight import BlockWeights, Weight, give_memory, has_own_storage, nobody, written
+from offload.weights.weight import BlockWeights, Weight, give_memory, nobody, written
 
 __all__ = ["Parameters", "close_behind"]
 
@@ -336,7 +338,7 @@ class Parameters:
         else:
             self._forget(weight, f"{weight.name} was replaced")
             orphan(weight.parameter)
-        if torch.empty_like(found, device="meta").stride() != found.stride():  # has gaps, or is expanded
+        if not is_dense(found):  # has gaps, or is expanded
             found.data = found.data.clone(memory_format=torch.preserve_format)
         weight.parameter = found
         if weight.int8:

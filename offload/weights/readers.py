@@ -59,11 +59,8 @@ class Readers:
         frames = sys._current_frames()
         self._known &= frames.keys()
         frames.pop(mine)  # which would hold itself, and so the others' frames, until a collection
-        return {
-            thread: (id(frame), frame.f_lasti)
-            for thread, frame in frames.items()
-            if thread in self._known and not _is_seen(frame.f_code)
-        }
+        unseen = [thread for thread in self._known & {*frames} if not _is_seen(frames[thread].f_code)]
+        return {thread: (id(frames[thread]), frames[thread].f_lasti) for thread in unseen}
 
     def await_calls(self, before: Places) -> None:
         """Wait until each thread has left the place where it stood before. Blocks the host, at most

@@ -323,12 +323,10 @@ class Residency:
             return False
         unused = [*unused]
         total = nbytes + sum(size for size, _ in unused)
-        if of_kind is not None and total > of_kind and unused:
+        if (ahead is not None and total > ahead) or (of_kind is not None and total > of_kind and unused):
             return True
-        return (ahead is not None and total > ahead) or (
-            in_flight is not None
-            and nbytes + sum(size for size, event in unused if event is None or not poll(event)) > in_flight
-        )
+        going = (size for size, event in unused if event is None or not poll(event))
+        return in_flight is not None and nbytes + sum(going) > in_flight
 
     def _count(self, nbytes: int) -> None:
         self.present_bytes += nbytes
@@ -515,13 +513,8 @@ class Residency:
 
     def _say_over(self, coming: BlockWeights) -> None:
         """Once: more is on the device than was asked for."""
-        held = [
-            weight.name
-            for block in self.blocks
-            if block.present and not (block.entered or block.keep)
-            for weight in block.weights
-            if weight.is_held_elsewhere
-        ]
+        here = [block for block in self.blocks if block.present and not (block.entered or block.keep)]
+        held = [weight.name for block in here for weight in block.weights if weight.is_held_elsewhere]
         if held and self._said.first("held"):
             logger.warning(
                 "more weights are on the device than weights= allows, %s beyond a window of %s: %d of them "

@@ -102,9 +102,8 @@ class CopiedSave:
 
     def __init__(self, tensor: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            self._copy = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-            ).copy_(tensor)
+            own = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            self._copy = own.copy_(tensor)
 
     def read(self) -> Tensor:
         return self._copy

@@ -43,12 +43,9 @@ def plain_name(name: str) -> str:
 
 def signature(model: nn.Module, is_adapter: Callable[[str], bool]) -> str:
     """16 hexadecimal digits of the names and sizes of its linear layers, but for those of adapters."""
-    found = sorted(
-        f"{plain_name(name)}:{module.in_features}:{module.out_features}:{module.bias is not None}"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not is_adapter(name)
-    )
-    return hashlib.sha256("|".join(found).encode()).hexdigest()[:16]
+    linear = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and not is_adapter(n))
+    rows = sorted(f"{plain_name(n)}:{m.in_features}:{m.out_features}:{m.bias is not None}" for n, m in linear)
+    return hashlib.sha256("|".join(rows).encode()).hexdigest()[:16]
 
 
 def write_slab(path: AnyPath, weights: Iterable[Weight], model_signature: str, architecture: str) -> Path:
@@ -62,11 +59,8 @@ def write_slab(path: AnyPath, weights: Iterable[Weight], model_signature: str, a
         name, width = plain_name(weight.name).removesuffix(".weight"), values.shape[-1]
         if width % _PACK:
             values = nn.functional.pad(values, (0, -width % _PACK))
-        found = {
-            "qweight": values.contiguous(),
-            "scale": scales.squeeze(-1),
-            "zero_point": torch.zeros(scales.shape[:-1]),
-        }
+        found = {"qweight": values.contiguous(), "scale": scales.squeeze(-1)}
+        found["zero_point"] = torch.zeros(scales.shape[:-1])
         bias = getattr(weight.module(), "bias", None) if weight.attribute == "weight" else None
         if isinstance(bias, Tensor):
             found["bias"] = bias.detach().to("cpu", torch.float32, copy=True)

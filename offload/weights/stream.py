@@ -23,7 +23,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from offload.client import Client, Phase
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError
-from offload.params.home import Claim
+from offload.params.home import Claim, is_alone
 from offload.params.sections import check_budget
 from offload.sizes import bytes_text
 from offload.telemetry.records import ClientStats
@@ -39,7 +39,7 @@ from offload.weights.parameters import Parameters
 from offload.weights.residency import Policy, Residency
 from offload.weights.saves import open_saves
 from offload.weights.watched import make_plain, watch
-from offload.weights.weight import BlockWeights, Close, Weight, in_backward, is_alone, nobody, written
+from offload.weights.weight import BlockWeights, Close, Weight, in_backward, nobody, written
 
 __all__ = ["WeightStream"]
 
@@ -76,10 +76,8 @@ class WeightStream(Client):
     ) -> None:
         self._engine, self._device, self._lock = engine, engine.device, engine.lock
         self.model_name = type(model).__name__
-        self.blocks = [
-            BlockWeights(index, name, engine.device, weights)
-            for index, (name, weights) in enumerate(choice.blocks.items())
-        ]
+        named = enumerate(choice.blocks.items())
+        self.blocks = [BlockWeights(at, name, self._device, weights) for at, (name, weights) in named]
         self._sizes = [Size(block.nbytes, block.link_bytes) for block in self.blocks]
         least = least_window(self._sizes)
         if limit_bytes is not None and limit_bytes < least:
@@ -334,12 +332,8 @@ class WeightStream(Client):
             self._plan_with(step)
         self._say_replaced()
         self._say_larger()
-        return ClientStats(
-            lent_bytes=self._host_bytes,
-            device_bytes=self.residency.present_bytes + window.held_bytes,
-            stall_ms=stall_ms,
-            stall_count=stall_count,
-        )
+        lent, here = self._host_bytes, self.residency.present_bytes + window.held_bytes
+        return ClientStats(lent_bytes=lent, device_bytes=here, stall_ms=stall_ms, stall_count=stall_count)
 
     def _learn(self, blocks: Collection[BlockWeights]) -> None:
         if self.residency.policy is None and self.experts.learn(blocks):

@@ -84,11 +84,9 @@ class StreamedWeight(Watched):
     def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if _of_collectives(func) and (func in _ASKED_BY_COLLECTIVES or kwargs.get("async_op")):
             name = owner_of(next(watched_in((args, kwargs), cls))).name
-            why = (
-                "goes on when the weight's bytes have left the device: call it without async_op, or"
-                if kwargs.get("async_op")
-                else "this version of torch hands to C++, where the weight's bytes may be away:"
-            )
+            why = "this version of torch hands to C++, where the weight's bytes may be away:"
+            if kwargs.get("async_op"):
+                why = "goes on when the weight's bytes have left the device: call it without async_op, or"
             raise OffloadError(
                 f"a collective of torch.distributed on {name}, a streamed weight, {why} give it "
                 "weight.detach().clone(), and copy the result back"
@@ -145,11 +143,8 @@ class StreamedWeight(Watched):
             if not self.is_leaf:
                 raise RuntimeError("only leaves of autograd's graph can be copied by deepcopy; detach first")
             copied = _on_host(self).clone(memory_format=torch.preserve_format)
-            memo[id(self)] = (
-                nn.Parameter(copied, self.requires_grad)
-                if isinstance(self, nn.Parameter)
-                else copied.requires_grad_(self.requires_grad)
-            )
+            is_parameter, trains = isinstance(self, nn.Parameter), self.requires_grad
+            memo[id(self)] = nn.Parameter(copied, trains) if is_parameter else copied.requires_grad_(trains)
         return memo[id(self)]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -426,11 +421,8 @@ def _refuse_wrapper(weight: Weight) -> None:
 # -- Note: [Lists of weights] --------------------------------------------------------------------------------
 def _pieces(args: Any, kwargs: Any) -> list[range]:
     """The ranges of a call's lists that each need one block; one, or none, where it has no such lists."""
-    lists = [
-        given
-        for given in (*args, *kwargs.values())
-        if isinstance(given, (list, tuple)) and any(isinstance(each, StreamedWeight) for each in given)
-    ]
+    given = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple))]
+    lists = [each for each in given if any(isinstance(tensor, StreamedWeight) for tensor in each)]
     if not lists or any(len(given) != len(lists[0]) for given in lists):
         return []
     starts, last = [0], None

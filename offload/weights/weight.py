@@ -27,7 +27,7 @@ from offload.device import Device, Event, Lane
 from offload.device.rows import expand_rows
 from offload.errors import OffloadError
 from offload.memory.arena import Block, HostArena
-from offload.params.home import Claim, Stepper, has_own_storage, is_alone, use_count
+from offload.params.home import Claim, Stepper, use_count
 from offload.params.watched import Watched, watched_in
 from offload.transfer.layout import bytes_of
 
@@ -38,9 +38,7 @@ __all__ = [
     "Holder",
     "Weight",
     "give_memory",
-    "has_own_storage",
     "in_backward",
-    "is_alone",
     "nobody",
     "written",
 ]

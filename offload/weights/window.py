@@ -295,9 +295,8 @@ class Window:
             places.append(at)
         rows = weight.matrices(weight.buffer, weight.stay)
         with torch.no_grad():
-            torch._foreach_copy_(
-                [rows[at] for at in places], [matrices[experts.index(expert)] for expert in coming]
-            )
+            found = [matrices[experts.index(expert)] for expert in coming]
+            torch._foreach_copy_([rows[at] for at in places], found)
         device.note_write(device.compute, rows)
 
     # -- what comes ------------------------------------------------------------------------------------------
