@@ -200,20 +200,13 @@ class TensorOffloader:
             handle = OffloadHandle(tensor, dense, loan, loan.event)
             self._handles.add(handle)
             is_source = values.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-            self._follow(self._leaving, loan, "settle", tensor if is_source else values, held, is_source)
+            self._follow(loan, "settle", tensor if is_source else values, held, is_source)
             return handle
 
-    def _follow(
-        self,
-        copies: dict[_Copy, None],
-        loan: _Loan,
-        order: str,
-        tensor: Tensor,
-        held: bool,
-        watched: bool = True,
-    ) -> None:
+    def _follow(self, loan: _Loan, order: str, tensor: Tensor, held: bool, watched: bool = True) -> None:
         """The tensor is held until the copy has passed, and waited for: at once, or when it is touched."""
         assert loan.event is not None
+        copies = self._leaving if order == "settle" else self._coming
         copy = _Copy(self.engine, loan.event, order, tensor, loan.buffer, self._device.compute, copies)
         copies[copy] = None
         if held:
@@ -295,7 +288,7 @@ class TensorOffloader:
             device.wait(device.compute, event, "read")
             return tensor
         loan.event = event
-        self._follow(self._coming, loan, "read", tensor, held)
+        self._follow(loan, "read", tensor, held)
         return tensor
 
     def _check_plain(self, tensor: Tensor) -> None:

@@ -73,9 +73,8 @@ class _Started:
                 passes += [Use(block, Pass.BACKWARD) for block in reversed(blocks)]
             self.stream.order.expect([*passes, *passes[:2]])
         self.root: WeightsRoot = weights_root(self.modules)
-        self.calls = {
-            id(named[block.name]): (block, BlockCalls(self.stream, block)) for block in self.stream.blocks
-        }
+        calls = [(block, BlockCalls(self.stream, block)) for block in self.stream.blocks]
+        self.calls = {id(named[block.name]): (block, each) for block, each in calls}
 
 
 class WeightOffloadHook:

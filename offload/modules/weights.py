@@ -124,7 +124,7 @@ def chosen_weights(
     for name, module in model.named_modules():
         refuse_recorded_graphs(module, name or type(model).__name__)
     adapters = is_adapter if not every else lambda name: False
-    choice = choose(model, blocks, adapters, where, 1 if every else None)
+    choice = choose(model, blocks, adapters, where, every)
     streamed = {id(weight.parameter): weight for each in choice.blocks.values() for weight in each}
     for parameter in stepped_by_open_ones():
         if (weight := streamed.get(id(parameter))) is not None:

@@ -27,6 +27,9 @@ LEAST_EXPERT_BYTES = 1 << 20
 """Of one expert's matrix: smaller ones come with their block, because a copy of each costs the host more."""
 
 
+IsAdapter = Callable[[str], bool]
+"""Whether a parameter or module of this name is an adapter's."""
+
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -62,15 +65,10 @@ def choose_gradients(model: nn.Module, streamed: Choice | None) -> list[str]:
 
 
 def choose(
-    model: nn.Module,
-    blocks: Mapping[str, nn.Module],
-    is_adapter: Callable[[str], bool],
-    where: torch.device,
-    least_numel: int | None = None,
+    model: nn.Module, blocks: Mapping[str, nn.Module], is_adapter: IsAdapter, where: torch.device, every: bool
 ) -> Choice:
-    """blocks: by name, none inside another. where: the device that computes. least_numel: None for
-    LEAST_NUMEL. Raises ValueError for parameters that FSDP manages, or that are on another device; and where
-    nothing streams."""
+    """blocks: by name, none inside another. where: the device that computes. every: however small. Raises
+    ValueError for parameters that FSDP manages, or that are on another device; and where nothing streams."""
     _refuse(model, where)
     for name, block in blocks.items():
         if isinstance(block, torch.jit.ScriptModule):
@@ -82,7 +80,7 @@ def choose(
     tensors, plain = (*model.parameters(), *model.buffers()), (nn.Parameter, nn.Buffer, Tensor)
     storages = Counter(t.untyped_storage()._cdata for t in tensors if type(t) in plain)
     choice, inside = Choice(), set[int]()
-    least = LEAST_NUMEL if least_numel is None else least_numel
+    least = 1 if every else LEAST_NUMEL
     for name, block in blocks.items():
         for prefix, module in block.named_modules():
             for attribute, parameter in module.named_parameters(recurse=False):
@@ -163,15 +161,13 @@ def _refuse(model: nn.Module, where: torch.device) -> None:
             )
 
 
-def _why_resident(
-    name: str, module: nn.Module, parameter: Tensor, is_adapter: Callable[[str], bool], least_numel: int
-) -> str:
+def _why_resident(name: str, module: nn.Module, parameter: Tensor, is_adapter: IsAdapter, least: int) -> str:
     if is_adapter(name):
         return "of an adapter"
     if isinstance(module, torch.jit.ScriptModule):
         return "of a module of torch.jit"
     if type(parameter) is not nn.Parameter:
         return f"of a tensor subclass ({type(parameter).__name__})"
-    if parameter.numel() < least_numel:
-        return f"smaller than {least_numel:,} elements"
+    if parameter.numel() < least:
+        return f"smaller than {least:,} elements"
     return "" if is_dense(parameter) and not parameter.is_inference() else "not dense in memory"

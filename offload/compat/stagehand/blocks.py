@@ -109,14 +109,11 @@ class BlockRegistry:
                         "convert the model first, or leave dtype out"
                     )
             ends = [*accumulate((weight.link_bytes for weight in weights), initial=0)]
-            layout = tuple(
-                (weight.name, weight.parameter.shape, weight.parameter.dtype, start, weight.parameter.numel())
-                for weight, start in zip(weights, ends, strict=False)
-            )
+            placed = [(w.name, w.parameter, start) for w, start in zip(weights, ends, strict=False)]
+            layout = tuple((name, p.shape, p.dtype, start, p.numel()) for name, p, start in placed)
             dtypes = frozenset(weight.parameter.dtype for weight in weights)
-            self._entries[name] = BlockEntry(
-                name, weakref.ref(modules[name]), ends[-1], dtypes, number, group, layout
-            )
+            module = weakref.ref(modules[name])
+            self._entries[name] = BlockEntry(name, module, ends[-1], dtypes, number, group, layout)
 
     def validate(self, pool_capacity_bytes: int) -> None:
         """From here on it never changes. Raises OffloadOOMError for a block that the pool cannot hold."""
@@ -230,13 +227,9 @@ class ResidencyMap:
 
     def eviction_candidates(self, current_step: int, cooldown_steps: int) -> list[str]:
         """Blocks that may leave, of which the last use is at least so many steps ago."""
-        return [
-            name
-            for name, entry in self.entries.items()
-            if self._may_leave(name)
-            and not self.protection(name)
-            and current_step - entry.last_used_step >= cooldown_steps
-        ]
+        able = [name for name in self.entries if self._may_leave(name) and not self.protection(name)]
+        latest = current_step - cooldown_steps
+        return [name for name in able if self.entries[name].last_used_step <= latest]
 
     def protected_eviction_candidates(self) -> list[str]:
         """The last resort: protected blocks that nobody uses, least protected and longest unused first."""

@@ -185,10 +185,9 @@ class StagehandRuntime:
         self.residency, self.guard = ResidencyMap(registry), NumericGuard(config, registry, where)
         if memory_allocated is None and engine.device.allocator_bytes() is None:
             memory_allocated = self._present_bytes
-        self.budget = BudgetManager(
-            meter_of(engine, memory_allocated, resets=False),
-            *(round(mark * MIB) for mark in (config.vram_high_watermark_mb, config.vram_low_watermark_mb)),
-        )
+        marks = config.vram_high_watermark_mb, config.vram_low_watermark_mb
+        meter = meter_of(engine, memory_allocated, resets=False)
+        self.budget = BudgetManager(meter, *(round(mark * MIB) for mark in marks))
         self.scheduler = StagehandScheduler(self.residency, self.budget, policy, engine.device)
         try:
             self.stream = WeightStream(engine, model, registry.choice, None, self.scheduler)

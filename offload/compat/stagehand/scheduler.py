@@ -204,9 +204,7 @@ class StagehandScheduler:
         cooldown = 0 if self.in_step or last_resort else self.policy.eviction_cooldown_steps
         window, distance = self.window(), self.distances()
         able = [blocks[name] for name in self.residency.eviction_candidates(self.step, cooldown)]
-        able = [
-            each for each in able if each.may_leave and each is not self.using and each.index not in window
-        ]
+        able = [b for b in able if b.may_leave and b is not self.using and b.index not in window]
         for block in sorted(able, key=lambda each: -distance.get(each.index, math.inf) * each.held_bytes):
             if allocated < budget.low_bytes:
                 return
