@@ -6,7 +6,9 @@
     python scripts/bench_conductor.py --work three      8 trained blocks and a head, 16,384 tokens: weights,
                                                         gradients, inputs of blocks and optimizer state move
     python scripts/bench_conductor.py --work conflicts  copies of several clients at once, by hand
-    python scripts/bench_conductor.py --tiny            the whole script on a CPU and the simulated device
+    python scripts/bench_conductor.py --tiny            tiny blocks on the simulated device, by its clock: a
+                                                        block computes for what an H200 takes for one of 7B,
+                                                        and its weights take the link as long as there
 
 A step with the conductor is compared with its neighbour without: the machine's changes are in both. `law` is
 the sum over passes of what is longest there: compute with all on the device, the bytes of each direction over
@@ -42,11 +44,15 @@ from bench import gradients  # noqa: E402
 from bench.conflicts import CONFLICTS, stalls_ms  # noqa: E402
 from bench.run import NEEDS_GPU, hardware  # noqa: E402
 from bench.weights import TINY, Model, Shape, bits_of  # noqa: E402
+from offload import process  # noqa: E402
 from offload.conductor import Conductor, ConductorConfig  # noqa: E402
 from offload.device.sim import SimDevice  # noqa: E402
 from offload.engine import OffloadEngine  # noqa: E402
+from offload.groups.manager import GroupsManager  # noqa: E402
 
 LINK_GB_S, BOTH_GB_S = 55.0, 100.0
+BLOCK_WEIGHTS, TOKEN_S, SIM_GB_S = 233e6, 2 / 600e12, 50.7
+"""Weights of a block of 7B, seconds of a forward a weight and token, and a simulated link each way."""
 PASSES = ("forward", "backward", "optimizer")
 WORKS = {"one": (4096, 28, 10), "three": (16384, 8, 4)}  # tokens, blocks, pairs of steps
 CONFLICT_HEADER = "| conflict | stall ms without | with | with / without | asked |"
@@ -69,13 +75,15 @@ class WithHead(nn.Module):
 
 
 class Loop:
-    """A model and its steps. away: what moves is on the host."""
+    """A model and its steps. away: what moves is on the host. scale: bytes of a block over those of 7B.
+    clock: the simulated device."""
 
     def __init__(self, options: argparse.Namespace, *, away: bool) -> None:
         self.device = torch.device("cpu" if options.tiny else "cuda:0")
         dtype = torch.float32 if options.tiny else torch.bfloat16
         self.three = options.work == "three"
-        shape = TINY if options.tiny else Shape(layers=options.layers or WORKS[options.work][1])
+        num_layers = options.layers or (TINY.layers if options.tiny else WORKS[options.work][1])
+        shape = replace(TINY if options.tiny else Shape(), layers=num_layers)
         if self.three:
             shape = replace(shape, rank=0)  # the blocks themselves are trained
         where = {"device": self.device, "dtype": dtype}
@@ -85,8 +93,13 @@ class Loop:
             if self.three
             else (Model(shape, **where))
         )
-        tokens = 32 if options.tiny else options.tokens or WORKS[options.work][0]
-        self.x = torch.randn(1, tokens, shape.hidden, **where)
+        tokens = options.tokens or WORKS[options.work][0]
+        self.x = torch.randn(1, 32 if options.tiny else tokens, shape.hidden, **where)
+        layers = (self.model.blocks if self.three else self.model).layers
+        self.scale, self.clock = 1.0, None
+        if options.tiny:
+            self.scale = sum(weight.nbytes for weight in layers[0].parameters()) / (2 * BLOCK_WEIGHTS)
+            self.clock = simulated(layers, BLOCK_WEIGHTS * TOKEN_S * tokens, SIM_GB_S * self.scale)
         blocks = "blocks.layers.*" if self.three else "layers.*"
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.Adam(trained, lr=1e-4)
@@ -111,15 +124,17 @@ class Loop:
         self.optimizer.zero_grad()
         between("optimizer")
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+    def now_s(self) -> float:
+        """Once the device has done what was issued."""
+        if self.clock is not None:
+            return self.clock.now_s
+        torch.cuda.synchronize()
+        return time.perf_counter()
 
     def seconds(self) -> float:
-        begun = time.perf_counter()
+        begun = self.now_s()
         self.step()
-        self.synchronize()
-        return time.perf_counter() - begun
+        return self.now_s() - begun
 
     def gradient_bits(self) -> list[int]:
         with gradients.deterministic():
@@ -129,18 +144,26 @@ class Loop:
         return bits
 
 
+def simulated(layers: nn.ModuleList, forward_s: float, gb_s: float) -> SimDevice:
+    """The process's device from here on: these blocks compute for so long, and twice that in a backward."""
+    device = SimDevice(executor="clock", d2h_gb_s=gb_s, h2d_gb_s=gb_s)
+    process.put_manager(GroupsManager(OffloadEngine(device=device)))
+    for block in layers:
+        block.register_forward_pre_hook(lambda *_: device.compute_for(forward_s))
+        block.register_full_backward_hook(lambda *_: device.compute_for(2 * forward_s))
+    return device
+
+
 def seconds_by_pass(options: argparse.Namespace) -> dict[str, float]:
     """Of steps with all on the device, the fastest of each pass."""
     loop = Loop(options, away=False)
     found: dict[str, list[float]] = {name: [] for name in PASSES}
     for _ in range(options.warmup + (options.samples or WORKS[options.work][2])):
-        loop.synchronize()
-        begun = time.perf_counter()
+        begun = loop.now_s()
 
         def over(name: str) -> None:
             nonlocal begun
-            loop.synchronize()
-            now = time.perf_counter()
+            now = loop.now_s()
             found[name].append(now - begun)
             begun = now
 
@@ -179,6 +202,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     is_gpu = loop.device.type == "cuda"
     total = torch.cuda.get_device_properties(loop.device).total_memory if is_gpu else None
     config = ConductorConfig.of_device(total)  # as conductor=True has it
+    config = replace(config, slot_mb=config.slot_mb * loop.scale)
     for _ in range(options.warmup):
         loop.seconds()
     bits = [loop.gradient_bits()]
@@ -209,7 +233,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "without_ms": [each * 1e3 for each in times[False]],
         "with_ms": [each * 1e3 for each in times[True]],
         "ratio": statistics.median(ratios),
-        "moved": {f"{name} {direction}": nbytes for (name, direction), nbytes in moved.items()},
+        "moved": {f"{name} {direction}": nbytes / loop.scale for (name, direction), nbytes in moved.items()},
         "stall_ms": {"with": statistics.median(stalls[True]), "without": statistics.median(stalls[False])},
         "denied": denied,
         "bits": bits[0] == bits[1],
@@ -254,11 +278,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, help="pairs of steps (10 and 4); of a conflict (10)")
     parser.add_argument("--warmup", type=int, default=4, help="steps before them (%(default)s)")
     parser.add_argument("--out", metavar="FILE", type=Path, help="write every figure as JSON")
-    parser.add_argument("--tiny", action="store_true", help="tiny blocks on the simulated device")
+    parser.add_argument("--tiny", action="store_true", help="tiny blocks on the simulated device's clock")
     parser.add_argument("--child", choices=("away", "here"), help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
     if parsed.tiny:
-        parsed.samples, parsed.warmup = 1, 3
+        parsed.samples, parsed.warmup = parsed.samples or 3, 3
     elif not torch.cuda.is_available():
         parser.error(NEEDS_GPU)
     return parsed
