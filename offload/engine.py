@@ -88,7 +88,7 @@ class OffloadEngine:
         self._clients = Clients()
         self.closed = False  # and nobody has attached since
         self._stepping = False  # a step has begun and not ended
-        self._saves = TransferCounts()  # of the step that ends
+        self._saves: TransferCounts | None = None  # of the step that ends, once a client has ended it
         self.regions: list[CapturedRegion] = []  # not released
         self.hooks = SavedTensorHooks(self.store, self.externals, self.lock, self.device, self._readers)
         self.step = 0
@@ -286,14 +286,15 @@ class OffloadEngine:
     def _end_step(self) -> StepStats:
         self.refuse_in_capture("a step's end")
         self._stepping = False
-        self._saves = TransferCounts()
+        self._saves = None
         figures: defaultdict[str, ClientStats] = defaultdict(ClientStats)
         for client in self.clients:
             figures[client.name] += client.end_step()
         for name, copies in self.copier.take_counts().items():
             figures[name] += copies
         self.externals.forget_dead()
-        arena, counts, total = self.arena.stats(), self._saves, sum(figures.values(), ClientStats())
+        arena, counts = self.arena.stats(), self._saves or TransferCounts()
+        total = sum(figures.values(), ClientStats())
         counts.host_bytes_wanted_peak = max(counts.host_bytes_wanted_peak, arena.lent_peak_bytes)
         self.last_stats = StepStats(
             **asdict(counts),
@@ -343,15 +344,14 @@ class OffloadEngine:
                 bytes_text(leftover_bytes),
                 ", ".join(sorted(names)[:4]) + (", ..." if len(names) > 4 else ""),
             )
-        counts, stall_count, stall_ms = self.transfers.end_step()
-        self._saves += counts  # of whoever ends first all that has moved: the copies are one engine's
-        return ClientStats(
-            lent_bytes=sum(region.host_bytes for region in self.regions),
-            stall_ms=stall_ms,
-            stall_count=stall_count,
-            refused=counts.refused,
-            refused_bytes=counts.refused_bytes,
-        )
+        counts = self.transfers.end_step()
+        figures = ClientStats(refused=counts.refused, refused_bytes=counts.refused_bytes)
+        if self._saves is None:  # whoever ends first has all that is one engine's: copies, stalls, regions
+            self._saves = TransferCounts()
+            figures.lent_bytes = sum(region.host_bytes for region in self.regions)
+            self.transfers.stalls, figures.stall_count, figures.stall_ms = self.transfers.stalls.end_step()
+        self._saves += counts
+        return figures
 
     def close_unused(self) -> None:
         """`close`, unless a client is attached that does more than listen: for one that leaves an engine

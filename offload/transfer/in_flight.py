@@ -378,9 +378,8 @@ class InFlight:
             holder.probe = None
         self.reclaim_freed()
 
-    def end_step(self) -> tuple[TransferCounts, int, float]:
-        """Settle everything in flight and start new counts. Returns the step's counts, and of stalls what
-        `Stalls.end_step` does."""
+    def end_step(self) -> TransferCounts:
+        """Settle everything in flight and start new counts. Returns the step's; stalls go on."""
         self.reclaim_freed()
         self._settle_all()
         self._ahead.clear()
@@ -388,9 +387,8 @@ class InFlight:
         self.dropped.clear()
         self._no_room = False
         self._largest_bytes = 0
-        self.stalls, stall_count, stall_ms = self.stalls.end_step()
         counts, self.counts = self.counts, TransferCounts(device_bytes_peak=self.device_bytes)
-        return counts, stall_count, stall_ms
+        return counts
 
     def in_flight(self) -> tuple[int, int]:
         """Transfers not yet settled: (spills, restores)."""

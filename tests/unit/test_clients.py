@@ -19,6 +19,7 @@ from offload.ids import Owner
 from offload.optim.hybrid import HybridDeviceOptimizer
 from offload.telemetry.records import ClientStats, StepStats
 from offload.transfer.admission import Direction, Lease, Priority
+from offload.transfer.captures import CapturedRegion
 
 KIB = 1024
 
@@ -143,18 +144,45 @@ def test_a_copy_of_somebody_who_never_attached_is_counted_all_the_same() -> None
     assert engine.end_step().clients == {"by hand": ClientStats(out_bytes=64, in_bytes=64)}
 
 
-def test_the_groups_figures_are_those_of_their_saved_tensors() -> None:
+class Saver(Client):
+    """Another client that saves tensors, and has saved none."""
+
+    name = "watermark"
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine = engine
+
+    def end_step(self) -> ClientStats:
+        return self._engine.end_saves([])
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_the_groups_figures_are_those_of_their_saved_tensors(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside another client whose saves end after theirs: it read the step's stalls before they had
+    ended, so on a GPU they were lost, and counted what graphs hold once more."""
     engine = OffloadEngine(
         OffloadConfig(min_offloaded_tensor_size=0, piece_bytes=1, max_restoring_bytes=0),
         device=SimDevice(executor="clock"),
     )
     manager = PipelineOffloadManager(engine, print_summary=False)
+    savers = [Saver(engine) for _ in range(others)]
+    for saver in savers:
+        engine.attach(saver)
+    with engine.capturing():
+        monkeypatch.setattr(CapturedRegion, "host_bytes", 5)
     step_of_groups(manager)
-    stats = manager.step_end()
+    stats, after = manager.step_end(), manager.step_end()
+    assert stats is not None
+    assert after is not None
     groups = stats.clients["groups"]
     assert stats.spill_bytes > 0
     assert (groups.out_bytes, groups.in_bytes) == (stats.spill_bytes, stats.restore_bytes)
-    assert groups.stall_count == stats.stall_count
+    assert groups.stall_count == stats.stall_count > 0
+    assert (stats.stall_ms, after.stall_ms) == (0.0, after.clients["groups"].stall_ms)
+    assert after.stall_ms > 0
+    assert sum(client.lent_bytes for client in stats.clients.values()) == 5
     manager.close()
 
 
