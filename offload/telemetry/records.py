@@ -219,5 +219,5 @@ class StepStats(TransferCounts):
         return self.refused_bytes > 0 and self.host_bytes_wanted_peak > self.host_bytes_lent_peak
 
     def to_json(self) -> dict[str, Any]:
-        """The fields by name, in the order above: one line of a telemetry file."""
-        return asdict(self)
+        """The fields by name, `step` first: one line of a telemetry file."""
+        return {"step": self.step} | asdict(self)
