@@ -420,8 +420,8 @@ def _rows(last: Figures, total: Figures, beyond: str) -> Iterator[tuple[str, tup
             "  the host was blocked",
             (f"{last.disk_blocked_ms:,.1f} ms", f"{total.disk_blocked_ms:,.1f} ms"),
         )
-    stalls = [f"{found.stall_ms:,.1f} ms in {found.stall_count:,} waits" for found in (last, total)]
-    yield "stalls: compute waited, in the step before", (stalls[0], stalls[1])
+    stalls = [f"{found.stall_ms:,.1f} ms; {found.stall_count:,} waits" for found in (last, total)]
+    yield "stalls: time of the step before; waits of this one", (stalls[0], stalls[1])
 
 
 def _text(table: Table) -> str:

@@ -178,6 +178,7 @@ class Figures(Summed):
     the step before."""
 
     stall_count: int = 0
+    """Waits of compute in the step itself that found their copy not ended."""
 
     step_ms: float = 0.0
     """Time in ms of the step that `stall_ms` is of, on the host's clock from the end before it to its own,

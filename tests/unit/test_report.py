@@ -294,7 +294,8 @@ def test_the_table_has_each_figure_of_the_last_step_and_of_all_steps() -> None:
     assert "by kind" not in str(
         Report(since="apply", total=step, last=step, kinds={"activations": kinds["activations"]})
     )
-    assert "1.2 ms in 3 waits" in text
+    (row,) = [line.split("  ")[-2:] for line in lines if "time of the step before; waits of this one" in line]
+    assert row == ["1.2 ms; 3 waits", "2.5 ms; 6 waits"]
     assert "admission denied" not in text, "a reason that held nothing is left out"
 
 
