@@ -238,6 +238,8 @@ def test_a_backward_to_some_weights_brings_no_others_to_the_device_and_hides_non
                     *torch.autograd.grad(squares(model[:2], x), weights, **some),
                 )
             )
+            twice = torch.autograd.grad(squares(model[:2], x), weights, create_graph=True, **some)
+            assert all(each.requires_grad for each in twice)
             weights[0].requires_grad_(False)
             with pytest.raises(RuntimeError, match="does not require grad"):
                 torch.autograd.grad(squares(model, x), weights[:1])

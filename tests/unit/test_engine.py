@@ -18,6 +18,7 @@ from offload.engine import OffloadEngine
 from offload.errors import HostBudgetError, PoolError
 from offload.memory.budget import LocalHostBudget
 from offload.telemetry.records import ClientStats
+from tests.inside import holds_lock
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits
 
 KIB = 1024
@@ -233,6 +234,14 @@ def test_reserving_pins_before_the_first_step() -> None:
     assert held >= 100 * KIB
     engine.reserve_host(50 * KIB)
     assert engine.arena.held_bytes == held
+
+
+def test_other_limits_are_taken_while_other_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = OffloadEngine(device="sim")
+    held: list[bool] = []
+    monkeypatch.setattr(engine, "refuse_in_capture", lambda _: held.append(holds_lock(engine)))
+    engine.reconfigure(OffloadConfig(host_limit_bytes=10 * KIB))
+    assert held == [True]
 
 
 def test_reserving_more_than_the_budget_is_an_error_and_pins_nothing() -> None:

@@ -227,3 +227,13 @@ def test_a_large_buffer_that_is_written_later_than_in_the_first_forward_is_named
     # from the next one on it is right again
     compared(model, manager, steps=2)
     assert caplog.text.count("buffer 'scale'") == 1
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_buffers_copy_lies_in_memory_as_the_buffer_does(start: int) -> None:
+    """A kernel is chosen by strides and by alignment, and may sum in another order."""
+    buffer = torch.arange(64.0)[start : start + 12].view(3, 4).t()
+    copy = buffers._copy(buffer)
+    assert torch.equal(copy, buffer)
+    assert copy.stride() == buffer.stride()
+    assert copy.storage_offset() == start

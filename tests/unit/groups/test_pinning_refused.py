@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -136,6 +137,11 @@ def test_a_reservation_that_is_refused_is_an_error_and_training_goes_on_without_
     with installed(manager):
         with pytest.raises(HostBudgetError, match="refused"):
             manager.reserve_host(64 * PAGE)
+        measures: list[bool] = []
+        with patch.object(manager.engine, "reserve_host", lambda _, *, measure: measures.append(measure)):
+            manager.reserve_host(PAGE)
+            manager.reserve_host(PAGE, measure=False)
+        assert measures == [True, False], "the link"
         assert manager.engine.arena.held_bytes == manager.engine.arena.budget.used_bytes <= 4 * PAGE
         driver = Driver(build_stages(), announced=True)
         found = [driver.step(actions) for actions in STEPS[:2]]

@@ -95,12 +95,13 @@ def test_where_no_mode_fits_the_ways_out_are_named_with_what_they_need(
     state = max(position["held"]["optimizer"] for position in answer["positions"])
     total = (least["device_bytes"] - state / 2) / 1e9
     smaller = ["--model", config, *TWO_RANKS, "--device-total-gb", str(total)]
-    code, said, _ = asked(capsys, *smaller)
+    for replicas in ((), ("--dp", "2", "--zero", "0")):  # without --zero 1 each has all of the state
+        code, said, _ = asked(capsys, *smaller, *replicas)
+        assert "- --zero 1 with --dp 2 or more" in said
     assert code == 3
     assert f"no mode fits {total:.1f} GB: --offload {least['mode']} needs" in said
     for way in (
         "With HybridDeviceOptimizer",
-        "- --zero 1 with --dp 2 or more",
         'weights="host"',
         "- FSDP2 cuts",
         "- LoRA has",

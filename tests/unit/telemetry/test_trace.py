@@ -200,3 +200,4 @@ def test_counting_fetches_no_streamed_weight_and_changes_no_bit() -> None:
     assert plain[1]["in_bytes"] > 0
     weights = [sample.weights_bytes - traced[3] for sample in traced[2].timeline.memory]
     assert 0 < max(weights) <= 10_000 < 4 * 4 * 33 * 32, "of those that are on the device"
+    assert max(sample.gradient_bytes for sample in traced[2].timeline.memory) > 0

@@ -19,8 +19,10 @@ def pair(bias: bool = True, dtype: torch.dtype = torch.float32) -> tuple[QuantLi
     """Of it, and of torch's with the same elements."""
     torch.manual_seed(0)
     linear = nn.Linear(24, 40, bias=bias).to(dtype)
+    linear.weight.data = linear.weight.data.t().contiguous().t()
     ours = QuantLinear(linear)
-    linear.weight.data = dequantized(linear.weight.data)
+    assert ours.values.is_contiguous(), "whatever order the weight had"
+    linear.weight.data = dequantized(linear.weight.data.contiguous())
     return ours, linear.requires_grad_(False)
 
 
