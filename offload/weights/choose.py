@@ -104,9 +104,10 @@ def choose(
             choice.keep("outside of the blocks", parameter)
     if not choice.blocks:
         reasons = "; ".join(f"{number} are {why}" for why, (number, _) in choice.resident.items())
+        more = ", ..." if len(blocks) > 4 else ""
         raise ValueError(
             f"apply(weights=...) finds no weight of {type(model).__name__} that streams: {reasons}. Blocks "
-            f"are {', '.join([*blocks][:4])}; name others with blocks=, or leave weights out"
+            f"are {', '.join([*blocks][:4])}{more}; name others with blocks=, or leave weights out"
         )
     return choice
 

@@ -139,8 +139,10 @@ def test_a_stream_of_the_callers(plain: Denoiser, mode: Any) -> None:
 
 
 def test_a_module_without_parameters_is_no_block(plain: Denoiser) -> None:
-    with pytest.raises(ValueError, match=r"finds no weight of Denoiser that streams"):
+    with pytest.raises(ValueError, match=r"no weight of Denoiser .* are middle\.0, middle\.1; name others"):
         offload.apply(plain, weights="host", blocks="middle.*")
+    with pytest.raises(ValueError, match=r"no weight of Sequential .* are 0, 1, 2, 3, \.\.\.; name others"):
+        offload.apply(nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))), weights="host")
     model = copy.deepcopy(plain)
     handle = offload.apply(model, weights="host", blocks=["middle.*", "down.*.parts.*", "down.*.drop"])
     assert handle.weights is not None
