@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["install", "passed"]
+__all__ = ["ROOT", "install", "passed"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
