@@ -27,7 +27,7 @@ from offload.device import Device, Event, Lane
 from offload.device.rows import expand_rows
 from offload.errors import OffloadError
 from offload.memory.arena import Block, HostArena
-from offload.params.home import Claim, Stepper, use_count
+from offload.params.home import HOME, Claim, Stepper, use_count
 from offload.params.watched import Watched, watched_in
 from offload.transfer.layout import bytes_of
 
@@ -281,7 +281,9 @@ class Weight:
         self._aliases.append(weakref.ref(alias))
 
     def aliases(self) -> list[Tensor]:
-        return [alias for known in self._aliases if (alias := known()) is not None]
+        """Those that have not been given other memory since, and left to whoever has them."""
+        found = [alias for known in self._aliases if (alias := known()) is not None]
+        return [alias for alias in found if vars(alias).get(HOME, nobody)() is self]
 
     @property
     def tensors(self) -> list[Tensor]:
