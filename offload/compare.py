@@ -324,7 +324,7 @@ class _Ranks:
         self._set(self._store, (mine, ""))
         try:
             self._store.wait(keys, timedelta(seconds=_TIMEOUT_S))
-        except dist.DistError as error:
+        except RuntimeError as error:  # dist.DistError, but of a FileStore
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise OffloadError(
                 f"compare(): rank {self._rank} waited {_TIMEOUT_S:g} s for ranks {missing}, which are in a "

@@ -185,7 +185,7 @@ class Agreement:
             return {}
         try:
             self._store.wait(list(keys.values()), timedelta(seconds=self._timeout_s))
-        except dist.DistError as error:
+        except RuntimeError as error:  # dist.DistError, but of a FileStore
             missing = [rank for rank, key in keys.items() if not self._store.check([key])]
             raise OffloadError(
                 f"mode='auto': rank {self._rank} waited {self._timeout_s:g} s at the end of its step "

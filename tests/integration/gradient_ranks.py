@@ -4,10 +4,12 @@ same without."""
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -129,6 +131,10 @@ def compared(rank: int) -> tuple[Compared, ...]:
         offload.compare(model, breaks, modes=["checkpoint"])
     with pytest.raises((ValueError, OffloadError), match="'grops', must be one of"):
         offload.compare(model, step, modes=["grops" if rank else "groups"])
+    # a FileStore counts whole seconds
+    impatient = patch.object(sys.modules["offload.compare"], "_TIMEOUT_S", 0.2)
+    with impatient, pytest.raises(OffloadError, match=r"waited 0.2 s for ranks \[\d\]"):
+        offload.compare(model, lambda: time.sleep(1.7 * (1 - rank)), modes=["groups"])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     return offload.compare(model, step, modes=[False, refused, "checkpoint"], budget_s=0.1).rows
 

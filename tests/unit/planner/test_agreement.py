@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from offload.errors import OffloadError
@@ -30,9 +32,9 @@ def profile(*calls: SeenCall, plain_bytes: int = 1000, **numbers: Any) -> BlockP
     )
 
 
-def together(*ranks: Callable[[Agreement], Any], timeout_s: float = 20.0) -> list[Any]:
+def together(*ranks: Callable[[Agreement], Any], timeout_s: float = 20.0, store: Any = None) -> list[Any]:
     """What each rank returns, or the error that it raised."""
-    store = dist.HashStore()
+    store = store or dist.HashStore()
 
     def run(rank: int) -> Any:
         try:
@@ -154,12 +156,15 @@ def test_a_planner_that_fails_is_told_to_the_others() -> None:
     assert "OffloadError: no program here" in str(other)
 
 
-def test_a_rank_that_does_not_come_is_named_and_nobody_waits_for_ever() -> None:
+@pytest.mark.parametrize("store", [dist.HashStore, dist.FileStore])
+def test_a_rank_that_does_not_come_is_named_and_nobody_waits_for_ever(store: Any, tmp_path: Path) -> None:
+    """A FileStore, which counts whole seconds, raises another error than the rest."""
     ours, _, _ = together(
         lambda agreement: agreement.profiles(3, frozenset({1, 2}), []),
         lambda agreement: None,
         lambda agreement: None,
         timeout_s=0.2,
+        store=store(str(tmp_path / "store")) if store is dist.FileStore else store(),
     )
     assert "rank 0 waited 0.2 s at the end of its step 3 for ranks [1, 2]" in str(ours)
     assert "an exception, or a step that was skipped on some ranks only" in str(ours)
