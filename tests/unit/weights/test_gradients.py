@@ -325,13 +325,13 @@ def test_a_read_gives_the_gradient(read: str) -> None:
         backward(pair)
 
 
-def _doubled(tensor: Tensor) -> None:
-    tensor.data.mul_(2)  # which has a version of its own
+def _times(tensor: Tensor, factor: float) -> None:
+    tensor.data.mul_(factor)  # which has a version of its own
 
 
 _OPERATORS = torch.library.Library("offload_tests", "FRAGMENT")
-_OPERATORS.define("double_(Tensor(a!) x) -> ()")
-_OPERATORS.impl("double_", _doubled, "CompositeExplicitAutograd")
+_OPERATORS.define("times_(Tensor(a!) x, float factor) -> ()")
+_OPERATORS.impl("times_", _times, "CompositeExplicitAutograd")
 
 WRITES: dict[str, Callable[[Any], object]] = {
     "scaled": lambda p: p.grad.mul_(0.5),
@@ -345,8 +345,8 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "deleted": lambda p: delattr(p, "grad"),
     "out": lambda p: torch.add(p.grad, 1, out=p.grad),
     "foreach": lambda p: torch._foreach_mul_([p.grad], 3.0),
-    "an operator": lambda p: torch.ops.offload_tests.double_(p.grad),
-    "an operator, by name": lambda p: torch.ops.offload_tests.double_.default(x=p.grad),
+    "an operator": lambda p: torch.ops.offload_tests.times_(p.grad, 2.0),
+    "an operator, by name": lambda p: torch.ops.offload_tests.times_.default(x=p.grad, factor=2.0),
 }
 
 
