@@ -82,6 +82,20 @@ def test_a_compiled_model_has_the_bits_that_it_has_without_offload(
     assert manager.stats.spill_bytes > 0
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_compiled_code_is_dropped_where_there_may_be_some(
+    compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.utils.counters.clear()
+    dropped: list[None] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: dropped.append(None))
+    model = build()
+    if compiles:
+        model.compile(backend="aot_eager")
+    offload.apply(model, min_numel=1)
+    assert bool(dropped) is compiles
+
+
 def test_fullgraph_is_refused_by_name() -> None:
     model = build()
     offload.apply(model, min_numel=1)

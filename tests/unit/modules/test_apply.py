@@ -180,3 +180,20 @@ def test_the_first_step_after_a_change_of_mode_keeps_nothing_by_the_plan_of_the_
     offload.apply(model, "hidden_states", min_numel=1)
     train(model, steps=1, microbatches=1)
     assert (manager.stats.kept_bytes, manager.stats.spill_bytes) == (0, 3 * ROWS * WIDTH * 4)
+
+
+def test_a_graph_that_lives_beyond_an_inferred_end_is_read_after_it(manager: PipelineOffloadManager) -> None:
+    """An optimizer that finds no gradient steps between its forward and its backward."""
+
+    def gradients(model: nn.Module) -> list[Tensor]:
+        torch.manual_seed(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        kept = model(torch.ones(ROWS, WIDTH)).square().sum()
+        optimizer.step()
+        model(torch.ones(ROWS, WIDTH)).square().sum().backward()
+        kept.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    expected, model = gradients(build()), build()
+    with offload.activations(model, min_numel=1):
+        assert equal(gradients(model), expected)
