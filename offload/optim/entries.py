@@ -293,4 +293,3 @@ class UserState:
         for key in self._lent.get(member.index, {}):
             self._keep_values(member, key)
         self._lent.pop(member.index, None)
-        self._seen.pop(member.index, None)

@@ -326,12 +326,12 @@ def test_a_replaced_parameter_is_let_go_and_a_scheduler_takes_the_wrapper() -> N
     assert isinstance(model, nn.Sequential)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     held = optimizer._part.host_bytes
-    replaced = []
+    replaced: list[weakref.ref[torch.Tensor]] = []
     for number in range(6):
         trained(model, optimizer, 1, first=number)
         replaced += [weakref.ref(parameter) for parameter in model[4].parameters()]
         for parameter in model[4].parameters():
-            optimizer.state.pop(parameter)
+            replaced.append(weakref.ref(optimizer.state.pop(parameter)["exp_avg"]))
         del parameter
         model[4] = nn.Linear(48, 7)
         optimizer.param_groups[0]["params"] = list(model.parameters())

@@ -62,6 +62,13 @@ def w2_step(stage: Any, mode: Any) -> RankStep:
     return RankStep(order, {1: stage}, LINK, mode)
 
 
+def test_where_the_host_is_slower_an_action_takes_what_launching_its_blocks_takes(stage: Any) -> None:
+    slow = [replace(piece, forward_host_s=3.0, backward_host_s=5.0) for piece in stage.pieces]
+    step = w2_step(replace(stage, pieces=tuple(slow)), "none")
+    seconds = dict(zip((action.kind for action in step.order), step.compute_s(step.uniform(0)), strict=True))
+    assert seconds == {"F": 3.0 * len(slow), "B": 5.0 * len(slow)}
+
+
 def test_w2_without_offload_is_predicted_within_3_percent_and_2_percent_of_peak(stage: Any) -> None:
     """Measured 3145 to 3198 ms, 22.03 GB saved by a forward, 88.1 live at most, 99.80 active."""
     step = w2_step(stage, "none")
