@@ -212,7 +212,8 @@ def cheapest_mixture(
     )
     enough = sum(block.menu[0].saved_bytes for own in blocks.values() for block in own)
     found = choose(enough, max_trials=1)
-    most_s, too_little = found.predicted_step_s * (1 + most_slower), -1
+    # 1e-9: the same seconds, summed in another order, are a little more or less
+    most_s, too_little = found.predicted_step_s * (1 + max(most_slower, 1e-9)), -1
     for _ in range(_BISECTIONS):
         middle = (too_little + enough) // 2
         if enough - too_little <= 1:

@@ -160,6 +160,10 @@ def test_of_a_tiny_step_no_choice_of_levels_and_of_what_stays_is_better() -> Non
         assert plan.fits
         assert bound_s(plan) <= best_s * (1 + 1e-6)
         assert plan.predicted_step_s <= 1.03 * best_s
+    fast = Rates(d2h_bytes_per_s=64, h2d_bytes_per_s=64)
+    free = cheapest_mixture(actions, blocks, fast, most_slower=0, max_trials=20)
+    assert free.predicted_step_s == pytest.approx(free.plain_s, rel=1e-9)
+    assert free.predicted.moved_bytes > 0, "what hides"
 
 
 def assert_no_plan_for_blocks_alike_is_better(stage: Stage, part: float) -> None:
