@@ -58,12 +58,18 @@ from offload.modules.settings import (
 from offload.modules.steps import Root, Steps
 from offload.modules.totals import parts_of, refuse_beyond_device, refuse_beyond_host
 from offload.modules.watermark import WatermarkRoot, marks_of
-from offload.modules.weights import WeightsRoot, check_gradients, chosen_weights, device_of, weights_limit
+from offload.modules.weights import (
+    WeightsRoot,
+    check_gradients,
+    chosen_weights,
+    device_of,
+    waiting_gradients,
+    weights_limit,
+)
 from offload.optim.convert import MoveBack, check_optimizer, move_state_to_host
 from offload.planner.explained import Explanation
 from offload.report import Report, ReportStart, report
 from offload.sizes import argument_bytes
-from offload.weights.choose import choose_gradients
 from offload.weights.figures import GradientFigures, WeightFigures
 from offload.weights.gradients import GradientStream
 from offload.weights.hooks import BlockCalls
@@ -477,8 +483,7 @@ def apply(
     engine = None if before is None or where != here else before.engine
     conducted = conductor_config(conductor, engine, where)
     choice, slab = (None, None) if weights is None else chosen_weights(model, named_blocks, where, quantize)
-    waits = gradients == "host" or (gradients is None and choice is not None)
-    wait = choose_gradients(model, None if gradients == "host" else choice) if waits else []
+    wait = waiting_gradients(model, gradients, choice)
     parts = parts_of(model, where, choice, limit_bytes, wait, optimizer, limited.device_limit_bytes)
     refuse_beyond_host(parts, engine, limited.host_limit_bytes)
     if conducted is not None and (where.type == "cuda" or conductor is not True):  # else nobody gave the cap

@@ -24,11 +24,18 @@ from offload.modules.settings import gpu_bytes, is_adapter
 from offload.modules.steps import Steps
 from offload.optim.step import stepped_by_open_ones
 from offload.sizes import argument_bytes
-from offload.weights.choose import Choice, choose, quantize
+from offload.weights.choose import Choice, choose, choose_gradients, quantize
 from offload.weights.hooks import refuse_recorded_graphs
 from offload.weights.slabs import Slab
 
-__all__ = ["WeightsRoot", "check_gradients", "chosen_weights", "device_of", "weights_limit"]
+__all__ = [
+    "WeightsRoot",
+    "check_gradients",
+    "chosen_weights",
+    "device_of",
+    "waiting_gradients",
+    "weights_limit",
+]
 
 
 class _Running(threading.local):
@@ -110,6 +117,28 @@ def check_gradients(gradients: str | None) -> None:
         )
 
 
+def waiting_gradients(model: nn.Module, gradients: str | None, choice: Choice | None) -> list[str]:
+    """Names of the parameters whose gradients may wait on the host; choice: of the weights that stream.
+    Raises ValueError where that cannot be; nothing has changed."""
+    if gradients == "device" or (gradients is None and choice is None):
+        return []
+    found = choose_gradients(model, None if gradients == "host" else choice)
+    named = {id(model.get_parameter(name)): name for name in found}
+    taken = 'apply(gradients="host"), and takes its gradient in the backward'
+    _refuse_stepped(named, taken, in_backward=True)
+    return found
+
+
+def _refuse_stepped(names: Mapping[int, str], asked: str, *, in_backward: bool) -> None:
+    """names: of parameters, by id."""
+    for parameter in stepped_by_open_ones(in_backward=in_backward):
+        if (name := names.get(id(parameter))) is not None:
+            raise ValueError(
+                f"{name} is stepped by a HybridDeviceOptimizer that was built before {asked}: close() that "
+                "optimizer, or build it after apply()"
+            )
+
+
 def chosen_weights(
     model: nn.Module,
     blocks: Mapping[str, nn.Module],
@@ -125,14 +154,8 @@ def chosen_weights(
         refuse_recorded_graphs(module, name or type(model).__name__)
     adapters = is_adapter if not every else lambda name: False
     choice = choose(model, blocks, adapters, where, every)
-    streamed = {id(weight.parameter): weight for each in choice.blocks.values() for weight in each}
-    for parameter in stepped_by_open_ones():
-        if (weight := streamed.get(id(parameter))) is not None:
-            raise ValueError(
-                f"{weight.name} is stepped by a HybridDeviceOptimizer that was built before "
-                "apply(weights=...), and keeps a copy of it on the host: close() that optimizer, or build it "
-                "after apply()"
-            )
+    streamed = {id(weight.parameter): weight.name for each in choice.blocks.values() for weight in each}
+    _refuse_stepped(streamed, "apply(weights=...), and keeps a copy of it on the host", in_backward=False)
     slab = None
     if quantized is not None:
         quantize(choice, model)

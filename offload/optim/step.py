@@ -85,11 +85,11 @@ def checked_overlap(overlap: str, model: nn.Module | None, *, has_workers: bool,
     return "forward" if overlap == "forward" else "backward"
 
 
-def stepped_by_open_ones() -> Iterator[Tensor]:
-    """The parameters of all optimizers that are not closed."""
+def stepped_by_open_ones(*, in_backward: bool) -> Iterator[Tensor]:
+    """The parameters of all optimizers that are not closed, or of those that step in the backward."""
     for runner in list(_OPEN):
-        for member in runner.placed.members:
-            yield member.parameter
+        if runner.overlap == "backward" or not in_backward:
+            yield from (member.parameter for member in runner.placed.members)
 
 
 class StepRunner(Client):

@@ -724,6 +724,16 @@ def test_what_cannot_be_is_an_error_and_nothing_has_changed() -> None:
         with streams_from(1 << 20), pytest.raises(ValueError, match="1,048,576 are the least"):
             offload.apply(model, gradients="host")
         assert manager is not None
+        for overlap in ("backward", "forward"):
+            optimizer = HybridDeviceOptimizer(
+                model.parameters(), lr=0.1, model=model, engine=manager.engine, overlap=overlap
+            )
+            if overlap == "backward":  # its hooks come first
+                with pytest.raises(ValueError, match=r"is stepped by a HybridDeviceOptimizer that was built"):
+                    offload.apply(model, gradients="host")
+            else:
+                offload.apply(model, gradients="host").remove()
+            optimizer.close()
     with installed(build_manager(host_limit_bytes=1 << 14)) as manager, streams_from(LARGE):
         with pytest.raises(HostBudgetError, match=r"need 25\.60 kB of the host: gradients"):
             offload.apply(model, gradients="host")
