@@ -54,7 +54,7 @@ _LEAST_STEPS, _MOST_STEPS = 2, 12
 _NOTHING: Mapping[str, Any] = {"mode": False}
 
 _TIMEOUT_S = 600.0
-"""Of a wait for another rank; torch's own for NCCL."""
+"""The longest wait for another rank; torch's own for NCCL."""
 
 _comparisons = itertools.count()  # alike on all ranks
 
@@ -300,8 +300,8 @@ def _clear(engine: OffloadEngine, config: Any, put_back: Callable[[], None]) -> 
 
 class _Ranks:
     """What ranks tell each other, as values in the job's store: a collective would meet one of the step's, of
-    a rank that is still in it. At the end with an error it is told, and raised on all. Blocks the host until
-    all have told as much, at most `_TIMEOUT_S`."""
+    a rank that is still in it. An error that ends the `with` is told, too, and the others raise it. `tell`
+    blocks the host until all have told as much, at most `_TIMEOUT_S`."""
 
     def __init__(self) -> None:
         self._told, self._store = 0, None

@@ -97,7 +97,7 @@ def weights_limit(weights: int | str | None) -> int | None:
 
 
 def device_of(device: torch.device | int | str) -> torch.device:
-    """With its index; the CPU is the simulated device's. Raises ValueError."""
+    """The device with its index; the CPU stands for the simulated one. Raises ValueError."""
     try:
         found = torch.device("cpu" if device == "sim" else device)
     except RuntimeError as error:
@@ -130,7 +130,8 @@ def waiting_gradients(model: nn.Module, gradients: str | None, choice: Choice | 
 
 
 def _refuse_stepped(names: Mapping[int, str], asked: str, *, in_backward: bool) -> None:
-    """names: of parameters, by id."""
+    """Raise ValueError if an optimizer that was built before steps one of them. names: of parameters, by
+    id."""
     for parameter in stepped_by_open_ones(in_backward=in_backward):
         if (name := names.get(id(parameter))) is not None:
             raise ValueError(

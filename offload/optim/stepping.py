@@ -116,8 +116,8 @@ class HostedSteps:
         is_ready = functools.partial(self._engine.device.poll, released)
         for bucket in buckets:
             if isinstance(bucket, StreamedBucket):
-                # sent when the next bucket's slot is free: it has to wait for that anyway, and others' copies
-                # on d2h for a bucket fewer than the ring has slots
+                # the way out is sent when the next bucket's slot is free, for which this thread waits before
+                # its next fetch anyway: one bucket fewer is queued on d2h in front of others' copies
                 ring = self._streamed.ring
                 step = functools.partial(bucket.step, ring, released, ring.wait_for_slot)
                 self._submit(self._streamer, bucket, is_ready, step)

@@ -79,8 +79,8 @@ def draw(timeline: Timeline, path: str | Path, *, title: str) -> None:
     memory, lanes = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     figure.suptitle(title, fontsize=12)
     _memory(memory, timeline)
-    beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5), "frameon": False}
-    beside["fontsize"] = 9
+    place: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5)}
+    beside = {**place, "frameon": False, "fontsize": 9}
     memory.legend(**beside)
     _lanes(lanes, timeline, 2000)
     handles = [Patch(color=color, label=name) for name, color in group_colors(timeline).items()]

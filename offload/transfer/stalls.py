@@ -48,8 +48,8 @@ class Stalls(list[Stall]):
             self.append(Stall(lane, before, self._device.record(lane, timed=True)))
 
     def end_step(self) -> tuple[Stalls, int, float]:
-        """Those of the next step, which are none yet; the number of these; and the time in ms of those of the
-        step BEFORE: it is read one step late, so that reading it never blocks the host."""
+        """Three things: the list for the next step, empty yet; the number of waits in this one; and the ms
+        that the waits of the step BEFORE took, read one step late so that it never blocks the host."""
         before, self._before = self._before, ()
         return Stalls(self._device, self), len(self), total_ms(self._device, before)
 

@@ -130,7 +130,8 @@ class Residency:
         return self.in_bytes, self.out_bytes, self.hits, self.misses
 
     def end_step(self) -> tuple[list[int], int, float]:
-        """Of the step that ends what `counted` counts, and of stalls what `Stalls.end_step` says."""
+        """What `counted` has counted since the last call; then the number and the ms that `Stalls.end_step`
+        gives."""
         self.stalls, count, ms = self.stalls.end_step()
         before, self._ended = self._ended, self.counted
         return [*map(operator.sub, self._ended, before)], count, ms
@@ -233,7 +234,7 @@ class Residency:
         return True
 
     def _refill(self, weights: Iterable[Weight]) -> None:
-        """All have their bytes, or none. Raises torch.OutOfMemoryError."""
+        """Give all of the weights memory on the device, or none of them. Raises torch.OutOfMemoryError."""
         filled: list[Weight] = []
         try:
             for weight in weights:

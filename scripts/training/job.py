@@ -75,7 +75,7 @@ class Job:
         self._is_planned = False
         """Mode auto has been applied."""
         self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
-        """Of mode auto, while they are off: a module's hooks, and what was in them."""
+        """While mode auto's hooks are off: each module's dictionaries of hooks, and what was in them."""
         self.switch(not options.compare)
         self.trace: Trace | None = None
         """Of a step that was asked to be traced."""
@@ -160,6 +160,7 @@ class Job:
     def saved_bytes_if_all_stayed(self) -> int:
         """The peak of what the marks save when nothing may leave: one more step, whose gradients are thrown
         away."""
+        self.switch(True)
         share = self.manager.engine.limits.contributor("measurement")
         share.bound("max_spilling_bytes", 0)
         self._forward_backward(self._batch(0))
@@ -306,7 +307,7 @@ class Job:
                 made[offloads] = self._gradients(batch, offloads=offloads)
                 seconds[offloads].append(time.perf_counter() - started)
             self._compare(step, made[False], made[True])
-        self.manager.enable_offload()
+        self.switch(True)
         for parameter, grad in zip(self._parameters(), kept, strict=True):
             parameter.grad = grad
         return EndCheck(gradients=len(kept), off_seconds=seconds[False], on_seconds=seconds[True])
@@ -442,7 +443,7 @@ def _check_same_text(text: Text, rank: Rank) -> None:
 
 
 def _take_hooks(model: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
-    """Each module's hooks, which are empty from now on, and what was in them."""
+    """Empty each module's dictionaries of hooks. Returns them, with what was in them."""
     found = [hooks for each in model.modules() for hooks in (each._forward_pre_hooks, each._forward_hooks)]
     taken = [(hooks, dict(hooks)) for hooks in found if hooks]
     for hooks, _ in taken:

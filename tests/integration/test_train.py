@@ -229,14 +229,16 @@ def test_without_offload_nothing_is_recomputed_beside_mode_auto(tmp_path: Path) 
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     total = ["--offload", "auto", "--device-total-gb", "0.00025"]
-    arguments = ["--device", "cpu", "--steps", "3", "--compare", "2", "--microbatches", "2", *total, *SMALL]
+    arguments = ["--device", "cpu", "--steps", "4", "--compare", "2", "--microbatches", "2", *total, *SMALL]
     with forked(counted, arguments) as process:
         code, output, errors = process.ended()
     assert code == 0, errors
-    assert "The losses of all 3 steps are equal in all 4 runs, bit for bit" in output
+    assert "The losses of all 4 steps are equal in all 4 runs, bit for bit" in output
     off, on = map(int, re.search(r"calls (\d+) (\d+)", output).groups())  # type: ignore[union-attr]
-    assert off == 4 * 2 * 3 * 2, "layers, microbatches, steps, runs"
+    assert off == 4 * 2 * 4 * 2, "layers, microbatches, steps, runs"
     assert on > off
+    (saved_off,) = re.findall(r"^rank 0  offload off .* ([\d.]+)$", output, re.MULTILINE)
+    assert float(saved_off) > 0, "of one more step, whose blocks are hooked again"
 
 
 def test_the_end_of_a_run_is_checked_reported_and_drawn(tmp_path: Path) -> None:
