@@ -221,6 +221,19 @@ def test_weights_alone_count_the_steps_of_a_model_whose_inner_module_is_called(
     assert handle.report().total.steps == steps
 
 
+@pytest.mark.parametrize("removed", [True, False])
+def test_a_reset_before_an_apply_does_not_end_the_inference_of_steps(removed: bool) -> None:
+    """`reset` is `step_end`: one call was believed for good, and the next handle counted no step."""
+    for _ in range(2):
+        model = build()
+        handle = offload.apply(model, min_numel=1)
+        accumulates(model)
+        assert handle.report().total.steps == 3
+        offload.reset()
+        if removed:
+            handle.remove()
+
+
 def test_the_figures_of_a_step_in_parts_are_sums_and_its_peaks_the_largest() -> None:
     ledger = Ledger()
     for peak_bytes in (5, 9):
