@@ -259,11 +259,12 @@ def test_a_graph_dropped_while_its_tensors_leave_gives_every_block_back(executor
 
 @pytest.mark.req("S2-22")
 def test_the_copy_that_nobody_will_read_and_the_next_one_into_its_block_are_ordered() -> None:
-    rig = Rig("late")
+    """Each dies once the next one is saved, before that leaves."""
+    rig = Rig("late", piece_bytes=2 * KIB)
     for _ in range(3):
         with rig.group():
             y = (leaf() * 2).sin()
-        del y
+    del y
     assert rig.engine.arena.stats().lent_peak_bytes == KIB
     assert rig.device.waits["reuse"] == 2
     rig.end()

@@ -125,3 +125,22 @@ def test_a_reader_of_the_gradient_between_step_and_use_finds_it() -> None:
         assert all(torch.equal(p.grad, its) for p, its in zip(model.parameters(), before, strict=True))
         optimizer.close()
         handle.remove()
+
+
+def test_room_for_them_is_made_once_the_state_of_the_step_before_has_gone_out() -> None:
+    """They left before that step, which the loop took without them."""
+    with installed(build_manager("late")) as manager, streams_from(WIDTH * WIDTH):
+        assert manager is not None
+        model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        handle = offload.apply(model, gradients="host")
+        optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, cpu_share=0.0, engine=manager.engine)
+        model(torch.randn(ROWS, WIDTH)).square().sum().backward()
+        kept = [layer.weight.grad for layer in model]
+        for layer in model:
+            layer.weight.grad = None
+        optimizer.step()
+        for layer, gradient in zip(model, kept, strict=True):
+            layer.weight.grad = gradient
+        optimizer.step()
+        optimizer.close()
+        handle.remove()
