@@ -37,7 +37,7 @@ from offload.weights.weight import Holder, Weight, in_backward, nobody, written
 __all__ = ["StreamedGradient", "StreamedWeight", "holder_of", "make_plain", "orphan", "owner_of", "watch"]
 
 _SET_DATA = accessors("data", "__set__")
-_MAKE_ALIAS = accessors("data", "__get__") | methods("detach")
+_MAKE_ALIAS = accessors("data", "__get__") | methods("detach view_as")
 _AS_ARRAY = methods("numpy __array__")
 _NO_BYTES = (
     READ_NO_BYTES

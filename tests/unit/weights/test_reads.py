@@ -37,6 +37,7 @@ READS: dict[str, Any] = {
     "item": lambda w: w[0, 0].item(),
     "data": lambda w: w.data,
     "detach": lambda w: w.detach(),
+    "viewed": lambda w: w.view_as(w),
     "transposed": lambda w: w.t(),
     "of a view": lambda w: w.detach()[1:3].t().contiguous(),
     "product": lambda w: w @ w.t(),
