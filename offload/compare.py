@@ -56,6 +56,9 @@ _NOTHING: Mapping[str, Any] = {"mode": False}
 _TIMEOUT_S = 600.0
 """The longest wait for another rank; torch's own for NCCL."""
 
+_LEFT_S = 60.0
+"""The same of a rank that has left a step, which others may not be able to end without it."""
+
 _comparisons = itertools.count()  # alike on all ranks
 
 
@@ -161,7 +164,7 @@ def compare(
     besides is put back as well. With several ranks all must call, with the same modes; times and peaks are
     those of the worst rank, so that all find the same best. Where one raises, so do all, with an OffloadError
     that names it. A rank that leaves a step amid a collective leaves the others waiting in it, as in any
-    step: out of memory, it waits 10 minutes for them, and raises.
+    step: out of memory, it waits 60 s for them, and raises, so that its process can end and theirs with it.
     Raises ValueError for a model that has a handle already, a size or a mode that is none, and whatever
     `step` raises, but for these. Blocks the host after each step.
     """
@@ -252,7 +255,8 @@ def _tried(
                     raise  # of the step
                 why_not = f"{'refused' if handle is None else 'fails'}: {error}"
             more = len(times) < _LEAST_STEPS or (len(times) < _MOST_STEPS and time.monotonic() < ends)
-            found = ranks.tell((why_not, more))
+            took = handle is not None or arguments == _NOTHING
+            found = ranks.tell((why_not, more), left=why_not if took else "")
             why_not, more = max(why for why, _ in found), all(each for _, each in found)
         if why_not:
             return Compared(arguments=arguments, why_not=why_not)
@@ -301,7 +305,7 @@ def _clear(engine: OffloadEngine, config: Any, put_back: Callable[[], None]) -> 
 class _Ranks:
     """What ranks tell each other, as values in the job's store: a collective would meet one of the step's, of
     a rank that is still in it. An error that ends the `with` is told, too, and the others raise it. `tell`
-    blocks the host until all have told as much, at most `_TIMEOUT_S`."""
+    blocks the host until all have told as much, at most `_TIMEOUT_S`, or `_LEFT_S`."""
 
     def __init__(self) -> None:
         self._told, self._store = 0, None
@@ -315,26 +319,40 @@ class _Ranks:
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self._store is not None:
             self._set(self._store, (None, f"{type(error).__name__}: {error}"))
+            if isinstance(error, RuntimeError):  # gloo's, where a rank that has left the step has raised
+                others = [f"{self._told}/{rank}" for rank in range(dist.get_world_size())]
+                self._found(self._store, [key for key in others if self._store.check([key])], error)
 
-    def tell(self, mine: Any) -> list[Any]:
-        """What each rank tells, by rank, once all have. Raises OffloadError where one has raised."""
+    def tell(self, mine: Any, *, left: str = "") -> list[Any]:
+        """What each rank tells, by rank, once all have. left: why this one has left a step. Raises
+        OffloadError where one has raised."""
         if self._store is None:
             return [mine]
         keys = [f"{self._told}/{rank}" for rank in range(dist.get_world_size())]
         self._set(self._store, (mine, ""))
+        wait_s = _LEFT_S if left else _TIMEOUT_S
         try:
-            self._store.wait(keys, timedelta(seconds=_TIMEOUT_S))
+            self._store.wait(keys, timedelta(seconds=wait_s))
         except RuntimeError as error:  # dist.DistError, but of a FileStore
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise OffloadError(
-                f"compare(): rank {self._rank} waited {_TIMEOUT_S:g} s for ranks {missing}, which are in a "
-                "step, perhaps in a collective that this rank has left; leave the mode out of modes="
+                f"compare(): rank {self._rank} waited {wait_s:g} s for ranks {missing}, which are in a step, "
+                f"perhaps in a collective that this rank has left{left and f' ({left})'}; leave the mode out "
+                "of modes="
             ) from error
-        found = [pickle.loads(self._store.get(key)) for key in keys]
-        for rank, (_, raised) in enumerate(found):
+        return [told for told, _ in self._found(self._store, keys)]
+
+    def _found(
+        self, store: Any, keys: Sequence[str], error: BaseException | None = None
+    ) -> list[tuple[Any, str]]:
+        found = [pickle.loads(store.get(key)) for key in keys]
+        for key, (_, raised) in zip(keys, found, strict=True):
             if raised:
-                raise OffloadError(f"compare() ends on all ranks, since rank {rank} raised {raised}")
-        return [told for told, _ in found]
+                rank = key.partition("/")[2]
+                raise OffloadError(
+                    f"compare() ends on all ranks, since rank {rank} raised {raised}"
+                ) from error
+        return found
 
     def _set(self, store: Any, told: tuple[Any, str]) -> None:
         store.set(f"{self._told}/{self._rank}", pickle.dumps(told))

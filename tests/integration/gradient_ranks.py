@@ -135,6 +135,18 @@ def compared(rank: int) -> tuple[Compared, ...]:
     impatient = patch.object(sys.modules["offload.compare"], "_TIMEOUT_S", 0.2)
     with impatient, pytest.raises(OffloadError, match=r"waited 0.2 s for ranks \[\d\]"):
         offload.compare(model, lambda: time.sleep(1.7 * (1 - rank)), modes=["groups"])
+
+    def leaves() -> None:
+        """Rank 0 waits for rank 1, which runs out of memory, raises, and ends."""
+        if rank:
+            raise torch.OutOfMemoryError("full")
+        time.sleep(1.7)
+        raise RuntimeError("Connection closed by peer")
+
+    impatient = patch.object(sys.modules["offload.compare"], "_LEFT_S", 0.2)
+    words = r"rank 1 waited 0.2 s for ranks \[0\].* has left \(the device ran out of memory\)"
+    with impatient, pytest.raises(OffloadError, match=words):
+        offload.compare(model, leaves, modes=["checkpoint"])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     return offload.compare(model, step, modes=[False, refused, "checkpoint"], budget_s=0.1).rows
 
