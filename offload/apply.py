@@ -32,7 +32,7 @@ from offload import marks
 from offload.checkpoint.net import Watch
 from offload.conductor.arbiter import Conductor
 from offload.config import Mode, OffloadConfig, check_min_elements, check_mode
-from offload.device import device_name
+from offload.device import device_bytes, device_name
 from offload.groups.manager import GroupsManager
 from offload.modules.auto import Auto
 from offload.modules.blocks import Blocks, Modules, blocks_of, groups_of, names_of
@@ -48,7 +48,6 @@ from offload.modules.settings import (
     check_arguments,
     checkpoints_off,
     forget_compiled,
-    gpu_bytes,
     heads_of,
     is_adapter,
     is_checkpointing,
@@ -474,7 +473,7 @@ def apply(
             f"{type(model).__name__} checkpoints its layers itself, and mode='auto' chooses what to "
             f"recompute; write {checkpoints_off(model)}"
         )
-    total_bytes = argument_bytes(device_total, name="device_total", of_bytes=gpu_bytes())
+    total_bytes = argument_bytes(device_total, name="device_total", of_bytes=device_bytes())
     auto = _planner_here(before, total_bytes) if mode == "auto" else None
     limited = _config_for(config, mode, device_limit, host_limit, host_reserve)
     here = device_of(device_name()) if before is None else before.engine.device.torch_device
@@ -707,7 +706,7 @@ def _config_for(
     host_limit: int | str | None,
     host_reserve: int | str | None,
 ) -> OffloadConfig:
-    total = gpu_bytes()
+    total = device_bytes()
     given = {
         "device_limit_bytes": argument_bytes(device_limit, name="device_limit", of_bytes=total, least=0),
         "host_limit_bytes": argument_bytes(host_limit, name="host_limit", least=_LEAST_HOST_BYTES),

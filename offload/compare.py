@@ -40,9 +40,9 @@ from tqdm import tqdm
 from offload import marks
 from offload.apply import apply, is_applied
 from offload.config import Mode, check_mode
+from offload.device import device_bytes
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
-from offload.modules.settings import gpu_bytes
 from offload.optim import HybridDeviceOptimizer
 from offload.sizes import argument_bytes, bytes_text
 
@@ -181,7 +181,7 @@ def _compared(
     stateful: Sequence[Any],
     budget_s: float,
 ) -> Comparison:
-    within_bytes = argument_bytes(within, name="within", of_bytes=gpu_bytes())
+    within_bytes = argument_bytes(within, name="within", of_bytes=device_bytes())
     if is_applied(model):
         raise ValueError(f"compare() of a {type(model).__name__} that is offloaded; call remove() first")
     if budget_s <= 0:

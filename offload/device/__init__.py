@@ -20,9 +20,10 @@ __all__ = [
 ]
 
 
-def device_bytes(device: torch.device) -> int | None:
-    """Memory of a GPU; None of the simulated device."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+def device_bytes(device: torch.device | None = None) -> int | None:
+    """Memory of a GPU, without an argument of the current one; None of the simulated device."""
+    is_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
+    return torch.cuda.get_device_properties(device).total_memory if is_gpu else None
 
 
 def device_name(name: str | None = None) -> str:

@@ -26,7 +26,6 @@ __all__ = [
     "check_arguments",
     "checkpoints_off",
     "forget_compiled",
-    "gpu_bytes",
     "heads_of",
     "is_adapter",
     "is_checkpointing",
@@ -70,11 +69,6 @@ def check_arguments(mode: Mode, given: Mapping[str, object]) -> None:
     for name, modes, why in EXCLUDED:
         if mode in modes and given[name] is not None:
             raise ValueError(f"{name}={given[name]!r} with mode={mode!r}{why}")
-
-
-def gpu_bytes() -> int | None:
-    """Bytes that the GPU has, of which a size may be a share; None without one."""
-    return torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
 
 
 def forget_compiled(model: nn.Module) -> None:

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload.device import device_bytes
 from offload.engine import OffloadEngine
 from offload.groups.manager import GroupsManager
 from offload.modules.root import ModelRoot
-from offload.modules.settings import gpu_bytes
 from offload.modules.steps import Steps
 from offload.sizes import argument_bytes
 from offload.spill.config import MIB, ActivationConfig
@@ -45,7 +45,7 @@ class Marks(NamedTuple):
 
 def marks_of(high: int | str | None, low: int | str | None) -> Marks:
     """The marks of mode="watermark". Raises ValueError for marks that cannot be."""
-    total = gpu_bytes()
+    total = device_bytes()
     high_bytes = argument_bytes(high, name="high", of_bytes=total)
     low_bytes = argument_bytes(low, name="low", of_bytes=total)
     if high_bytes is None:

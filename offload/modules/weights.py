@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from offload.device import device_name
+from offload.device import device_bytes, device_name
 from offload.groups.manager import GroupsManager
 from offload.modules.hooks import CallsUnderWay
-from offload.modules.settings import gpu_bytes, is_adapter
+from offload.modules.settings import is_adapter
 from offload.modules.steps import Steps
 from offload.optim.step import stepped_by_open_ones
 from offload.sizes import argument_bytes
@@ -93,7 +93,8 @@ def weights_limit(weights: int | str | None) -> int | None:
     """Bytes of `weights=`; None for "host". Raises ValueError."""
     if weights is None or weights == "host":
         return None
-    return argument_bytes(weights, name='weights, which is "host" or a size,', of_bytes=gpu_bytes(), least=0)
+    name = 'weights, which is "host" or a size,'
+    return argument_bytes(weights, name=name, of_bytes=device_bytes(), least=0)
 
 
 def device_of(device: torch.device | int | str) -> torch.device:

@@ -81,7 +81,8 @@ def test_more_than_the_gpu_has_is_refused(
     argument: str, manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=80 * 10**9))
+    gpu = SimpleNamespace(total_memory=80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     with pytest.raises(
         ValueError, match=f"{argument} is 5,000,000,000,000 bytes and the GPU has 80,000,000,000; give less"
     ):

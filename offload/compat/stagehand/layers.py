@@ -15,7 +15,7 @@ from torch import nn
 
 from offload.compat.stagehand.config import MIB
 from offload.compat.stagehand.runtime import StagehandRuntime
-from offload.modules.settings import gpu_bytes
+from offload.device import device_bytes
 from offload.sizes import argument_bytes
 from offload.weights.weight import BlockWeights
 
@@ -50,7 +50,7 @@ class LayerRuntime(StagehandRuntime):
         slab_mb = 1 << max(0, -(-largest // MIB) - 1).bit_length()  # the next power of two
         given: dict[str, Any] = {"telemetry_enabled": telemetry, "prefetch_window_blocks": prefetch_k}
         given |= {"pinned_slab_mb": slab_mb, "pinned_pool_mb": slab_mb * (prefetch_k + _SLABS_BESIDE)}
-        budget = argument_bytes(vram_budget, name="vram_budget", of_bytes=gpu_bytes()) or gpu_bytes()
+        budget = argument_bytes(vram_budget, name="vram_budget", of_bytes=device_bytes()) or device_bytes()
         if budget:
             given["vram_high_watermark_mb"] = budget * _HIGH / MIB
             given["vram_low_watermark_mb"] = budget * _LOW / MIB

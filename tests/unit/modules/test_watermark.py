@@ -249,7 +249,7 @@ def test_around_groups_that_take_everything_the_mark_holds_as_well(manager: Pipe
 
 def test_a_mark_above_what_the_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=80))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80))
     with pytest.raises(ValueError, match="high is 90 bytes and the GPU has 80; give less, as in '90%'"):
         marks_of("90B", None)
 
