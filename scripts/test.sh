@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Lint, types and tests, in an environment that it makes itself: first the wheel as a user installs it, without
-# extras, then all tests with them. Arguments go to pytest, which then runs once: scripts/test.sh -m slow,
-# scripts/test.sh -k groups.
+# Lint, types and tests, in an environment that it makes itself. Arguments go to pytest: scripts/test.sh -m
+# slow, scripts/test.sh -k groups.
 # One invariant: the exit status is 0 only if all of them passed; the last line of a good run is pytest's
 # summary.
 set -euo pipefail
@@ -33,13 +32,8 @@ workers=()
 if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n auto --dist worksteal); fi
 # One thread a worker: the workers already fill the cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-installed=tests/integration/test_installed.py
-if [ $# -eq 0 ]; then
-    check installed pytest -q ${workers[@]+"${workers[@]}"} "$installed"
-    set -- --ignore "$installed"
-    # what the table of requirements calls proved is proved by this run, on a machine without a GPU
-    if [ -z "${OFFLOAD_PYTHON:-}" ] && ! has_gpu; then set -- "$@" --every-row; fi
-fi
+# what the table of requirements calls proved is proved by this run, on a machine without a GPU
+if [ $# -eq 0 ] && [ -z "${OFFLOAD_PYTHON:-}" ] && ! has_gpu; then set -- --every-row; fi
 wait "$compiling" || true # what it cannot collect, the tests tell
 check tests pytest ${workers[@]+"${workers[@]}"} "$@"
 

@@ -14,48 +14,36 @@ import torch
 
 from parallel import plan as planner
 from tests.integration.test_readme import DOCS, README, examples
-from tests.integration.user_environment import ROOT, environment_of, run_in, wheel_of
+from tests.integration.user_environment import ROOT, environment_of, run_each, run_in, wheel_of
+from tests.once import made_once
 
 PAGES = sorted(page for page in DOCS.glob("*.md") if examples(page))
 EXTRAS = ["scipy", "matplotlib", "transformers", "peft", "accelerate", "pytest", "hypothesis", "mkdocs"]
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return environment_of(tmp_path_factory, wheel_of(tmp_path_factory))
-
-
-def test_a_users_environment_has_no_extra_and_not_the_checkout(python: Path, tmp_path: Path) -> None:
-    code = f"""
+NO_EXTRA = f"""
 from importlib.util import find_spec
 import offload
 assert [name for name in {EXTRAS} if find_spec(name)] == []
 assert not offload.__file__.startswith({str(ROOT)!r}), offload.__file__
 """
-    run_in(python, tmp_path, "-c", code)
+HALF = (("randn(8192, 256", "randn(4096, 256"), ('"400MB"', '"200MB"'), ('"50MB"', '"25MB"'))
+"""Examples run at half the rows and half the limits that they print, which takes half as long."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_example_of_a_page_runs(page: Path, python: Path, tmp_path: Path) -> None:
-    script = tmp_path / "page.py"
-    script.write_text("".join(examples(page)))
-    out = run_in(python, tmp_path, str(script))
-    if page.name == "getting-started.md":
-        assert "<offload.apply(Sequential, mode='auto'): blocks: 32 modules, 0 to 31>" in out
-        assert "auto: the plan is settled" in out
-        explained = page.read_text().split("| line of the report |")[1].split("\n\n")[0]
-        lines = [row.split("|")[1].strip() for row in explained.splitlines()[2:]]
-        assert len(lines) > 4
-        assert [line for line in lines if line not in out] == []
+def halved(example: str) -> str:
+    for printed, half in HALF:
+        example = example.replace(printed, half)
+    return example
 
 
 README_SAYS = (
-    # of 32 blocks each saves two tensors of 8 MiB: what it is given, and what its activation is given
+    # of 32 blocks each saves two tensors of 4 MiB: what it is given, and what its activation is given
     """
 figures = offload.report().as_dict()
-assert figures["last_step"]["saved_bytes"] == 32 * 2 * 8192 * 256 * 4, figures
+assert figures["last_step"]["saved_bytes"] == 32 * 2 * 4096 * 256 * 4, figures
 assert figures["last_step"]["moved_bytes"] > 0, figures
-assert figures["peak_bytes"] <= 400_000_000, figures
+assert figures["peak_bytes"] <= 200_000_000, figures
 offload.PipelineOffloadManager.close_instance()
 """,
     # each layer saves what up and down are given, and what act is given
@@ -67,14 +55,50 @@ assert figures["last_step"]["moved_bytes"] > 0, figures
 )
 
 
-def test_the_examples_of_the_readme_run_and_the_first_keeps_its_total(python: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return environment_of(tmp_path_factory, wheel_of(tmp_path_factory))
+
+
+@pytest.fixture(scope="module")
+def ran(python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    """What each page's examples, one after the other, have printed."""
+    first, marks, *rest = map(halved, examples(README))
+    optimizer = "assert isinstance(optimizer, offload.HybridDeviceOptimizer)\n"
+    programs = {page.name: "".join(map(halved, examples(page))) for page in PAGES}
+    programs[README.name] = "".join((first, README_SAYS[0], marks, README_SAYS[1], *rest, optimizer))
+    programs["no extra"] = NO_EXTRA
+    found: dict[str, tuple[int, str, str]] = made_once(
+        tmp_path_factory, "pages", lambda folder: run_each(python, folder, programs)
+    )
+    return found
+
+
+def test_a_users_environment_has_no_extra_and_not_the_checkout(ran: dict[str, tuple[int, str, str]]) -> None:
+    code, _, errors = ran["no extra"]
+    assert code == 0, errors
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_example_of_a_page_runs(page: Path, ran: dict[str, tuple[int, str, str]]) -> None:
+    code, out, errors = ran[page.name]
+    assert code == 0, out + errors
+    if page.name == "getting-started.md":
+        assert "<offload.apply(Sequential, mode='auto'): blocks: 32 modules, 0 to 31>" in out
+        assert "auto: the plan is settled" in out
+        explained = page.read_text().split("| line of the report |")[1].split("\n\n")[0]
+        lines = [row.split("|")[1].strip() for row in explained.splitlines()[2:]]
+        assert len(lines) > 4
+        assert [line for line in lines if line not in out] == []
+
+
+def test_the_examples_of_the_readme_run_and_the_first_keeps_its_total(
+    ran: dict[str, tuple[int, str, str]],
+) -> None:
     """README once began with a mode that loses, and its second example moved nothing. The first one trains in
     mode "auto", which once raised in its second step without scipy."""
-    first, marks, *rest = examples(README)
-    script = tmp_path / "page.py"
-    said = (first, README_SAYS[0], marks, README_SAYS[1], *rest)
-    script.write_text("".join((*said, "assert isinstance(optimizer, offload.HybridDeviceOptimizer)\n")))
-    out = run_in(python, tmp_path, str(script))
+    code, out, errors = ran[README.name]
+    assert code == 0, out + errors
     assert "8 steps since apply" in out
     assert "auto: the plan is settled" in out
 

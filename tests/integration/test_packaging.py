@@ -14,18 +14,13 @@ import pytest
 import setuptools
 
 import offload
-from tests.integration.user_environment import ROOT, environment_of, run_in, wheel_of
+from tests.integration.user_environment import ROOT, environment_of, run_each, wheel_of
+from tests.once import made_once
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel_of(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
-    """The interpreter of a user's environment without extras."""
-    return environment_of(tmp_path_factory, wheel)
 
 
 def test_the_wheel_has_one_package_at_top_level_with_every_file_of_the_three_folders(wheel: Path) -> None:
@@ -114,32 +109,52 @@ import parallel.megatron, moe  # before offload
 import offload.parallel.megatron, offload.moe
 assert parallel.megatron is offload.parallel.megatron and moe is offload.moe
 """
+OF_USER = "a user's own parallel and moe"
+INSTALLED = {OF_USER: USERS_FOLDER, "former names": f"{FORMER}\nimported({WARNED})"}
+CHECKOUT = {
+    OF_USER: f"import sys; sys.path.append({str(ROOT)!r})\n{USERS_FOLDER}",
+    **{
+        name: f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{program}"
+        for name, program in (("former names", f"{FORMER}\nimported([])"), ("former names first", FIRST))
+    },
+}
 
 
-@pytest.fixture
-def users_folder(tmp_path: Path) -> Path:
-    (tmp_path / "parallel").mkdir()
-    for name in ("parallel/__init__", "parallel/schedules", "moe"):
-        (tmp_path / f"{name}.py").write_text('whose = "the user\'s"\n')
-    return tmp_path
+@pytest.fixture(scope="module")
+def ran(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tuple[int, str, str]]]:
+    """Of each program: beside the installed wheel, and beside a checkout."""
+
+    def run(folder: Path) -> dict[str, dict[str, tuple[int, str, str]]]:
+        found = {}
+        of_user = environment_of(tmp_path_factory, wheel)
+        for where, python, programs in (
+            ("installed", of_user, INSTALLED),
+            ("checkout", Path(sys.executable), CHECKOUT),
+        ):
+            (folder / where / OF_USER / "parallel").mkdir(parents=True)
+            for name in ("parallel/__init__", "parallel/schedules", "moe"):
+                (folder / where / OF_USER / f"{name}.py").write_text('whose = "the user\'s"\n')
+            found[where] = run_each(python, folder / where, programs)
+        return found
+
+    found: dict[str, dict[str, tuple[int, str, str]]] = made_once(tmp_path_factory, "names", run)
+    return found
 
 
-def test_a_users_own_parallel_and_moe_work_beside_the_installed_packages(
-    python: Path, users_folder: Path
+@pytest.mark.parametrize("where", ["installed", "checkout"])
+def test_a_users_own_parallel_and_moe_work_beside_the_packages(
+    where: str, ran: dict[str, dict[str, tuple[int, str, str]]]
 ) -> None:
-    # `-c` puts the folder that it runs in first, as a script's own folder is
-    run_in(python, users_folder, "-c", USERS_FOLDER)
+    code, _, errors = ran[where][OF_USER]
+    assert code == 0, errors
 
 
-def test_a_users_own_parallel_and_moe_work_beside_those_of_a_checkout(users_folder: Path) -> None:
-    code = f"import sys; sys.path.append({str(ROOT)!r})\n{USERS_FOLDER}"
-    run_in(Path(sys.executable), users_folder, "-c", code)
-
-
-def test_former_names_are_the_same_modules_and_warn_where_installed(python: Path, tmp_path: Path) -> None:
-    run_in(python, tmp_path, "-c", f"{FORMER}\nimported({WARNED})")
-
-
-@pytest.mark.parametrize("code", [f"{FORMER}\nimported([])", FIRST])
-def test_former_names_are_the_same_modules_in_a_checkout(code: str, tmp_path: Path) -> None:
-    run_in(Path(sys.executable), tmp_path, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}")
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [("installed", "former names"), ("checkout", "former names"), ("checkout", "former names first")],
+)
+def test_former_names_are_the_same_modules_and_warn_where_installed(
+    where: str, name: str, ran: dict[str, dict[str, tuple[int, str, str]]]
+) -> None:
+    code, _, errors = ran[where][name]
+    assert code == 0, errors

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from email import message_from_string
 from importlib import metadata
 from pathlib import Path
@@ -21,11 +21,26 @@ from packaging.requirements import Requirement
 
 from tests.once import made_once
 
-__all__ = ["ROOT", "environment_of", "run_in", "wheel_of"]
+__all__ = ["ROOT", "environment_of", "run_each", "run_in", "wheel_of"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _BUILT = ("offload", "parallel", "moe")
 _FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
+_WRITTEN = ("code", "output", "errors")
+_EACH = """
+import os, runpy, sys, torch
+for script in sys.argv[1:]:
+    folder = os.path.dirname(script)
+    if (child := os.fork()) == 0:
+        os.chdir(folder)
+        for number, name in ((1, "output"), (2, "errors")):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
+        sys.argv, sys.path[0] = [script], folder
+        runpy.run_path(script, run_name="__main__")
+        sys.exit()
+    with open(os.path.join(folder, "code"), "w") as file:
+        file.write(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+"""
 
 
 def wheel_of(factory: pytest.TempPathFactory) -> Path:
@@ -51,6 +66,17 @@ def run_in(python: Path, folder: Path, *arguments: str, code: int = 0) -> str:
     )
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stderr if code else done.stdout
+
+
+def run_each(python: Path, folder: Path, programs: Mapping[str, str]) -> dict[str, tuple[int, str, str]]:
+    """Exit code, output and errors of each program, run as a script in a folder of its own, of that name,
+    below `folder`. Each is a fork of one interpreter that has imported torch and nothing else."""
+    for name, program in programs.items():
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "program.py").write_text(program)
+    run_in(python, folder, "-c", _EACH, *(str(folder / name / "program.py") for name in programs))
+    texts = {name: [(folder / name / file).read_text() for file in _WRITTEN] for name in programs}
+    return {name: (int(code), output, errors) for name, (code, output, errors) in texts.items()}
 
 
 def _build_wheel(folder: Path) -> Path:
