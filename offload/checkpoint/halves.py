@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from offload.checkpoint.kept import storages_of
+from offload.saved.unread import is_read
 
 __all__ = ["Reads", "SplitCall"]
 
@@ -107,6 +108,11 @@ class SplitCall:
         half = self._reads.half
         if not half:
             return self._unpack(save.held)
+        if half == "W" and not is_read(save, SplitCall):
+            # a weight, most likely: an I that left an alias of it would keep a streamed block on the device
+            self._made.pop(save.number, None)
+            shape, dtype, _ = save.held.looks
+            return torch.empty(shape, dtype=dtype, device="meta")
         if half != self._half:
             self._wanted = self._reads.begin(self, len(self._saves))
             self._half = half

@@ -8,7 +8,6 @@ meta, where a read would raise.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,18 +15,10 @@ from torch import Tensor
 from offload.errors import OffloadError
 from offload.saved.handles import modified
 from offload.saved.hooks import SavedTensorHooks, admits_hooks, inside_checkpoint
+from offload.saved.unread import is_read
 from offload.weights.weight import Close, Weight, nobody
 
 __all__ = ["CopiedSave", "open_saves", "pack"]
-
-
-_READ_FOR = {
-    "AddmmBackward0": {"_raw_saved_mat2": 1, "_raw_saved_mat1": 2},
-    "BmmBackward0": {"_raw_saved_mat2": 0, "_raw_saved_self": 1},
-    "GroupedMmBackward0": {"_raw_saved_mat2": 0, "_raw_saved_self": 1},
-    "MmBackward0": {"_raw_saved_mat2": 0, "_raw_saved_self": 1},
-}
-"""torch's nodes that unpack all saves, and read each for one gradient alone: the place of that one."""
 
 
 class _TakesNothing:
@@ -91,7 +82,7 @@ class _WeightSave:
         if (found := weight.parameter._version) != self._version:
             raise modified(self._dtype, self._layout[1], found, self._version)
         (offset, *rest), experts = self._layout, weight.experts
-        if not self._is_read():
+        if not is_read(self, SavedTensorHooks):
             size, stride = rest
             return torch.empty_strided(size, stride, dtype=self._dtype, device="meta")
         if experts is not None and self._by_expert:
@@ -108,20 +99,6 @@ class _WeightSave:
             offset += (self._expert or 0) * each // self._dtype.itemsize
         storage = alias.untyped_storage()
         return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, offset, *rest)
-
-    def _is_read(self) -> bool:
-        """False where torch itself unpacks it, for a node that computes no gradient from it in this backward,
-        such as the weight half of a split one."""
-        node: Any = torch._C._current_autograd_node()
-        for name, place in _READ_FOR.get("" if node is None else node.name(), {}).items():
-            saved = getattr(node, name)
-            if saved.data is self and type(getattr(saved.unpack_hook, "__self__", None)) is SavedTensorHooks:
-                before = node.next_functions[place][0]
-                try:
-                    return before is not None and torch._C._will_engine_execute_node(before)
-                except RuntimeError:  # a leaf whose gradient is asked for
-                    return True
-        return True
 
 
 class CopiedSave:

@@ -18,8 +18,9 @@ from torch.distributed.pipelining.schedules import (
 )
 
 import offload
+from offload.marks import existing_manager
 from offload.pipelining import OffloadPipelineStage
-from tests.inside import streaming_of, streams_from
+from tests.inside import impose, streaming_of, streams_from
 from tests.unit.groups.stack import build_manager, installed
 from tests.unit.weights.streamed import BLOCK_BYTES, ROWS, WIDTH, Block
 
@@ -66,13 +67,22 @@ def run(parts: list[nn.Module], stage: Any, schedule: Any) -> None:
 @pytest.mark.skipif(
     torch.__version__ < "2.13", reason="stages of one rank send to it, which an older gloo does not"
 )
-@pytest.mark.parametrize("mode", [None, "groups", "hidden_states"])
+@pytest.mark.parametrize(
+    ("mode", "room"), [(None, 0), ("groups", 0), ("hidden_states", 0), ("hidden_states", 1 << 20)]
+)
 @pytest.mark.parametrize(
     "schedule", [ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble]
 )
-def test_a_schedule_has_the_weights_that_torchs_stages_get(schedule: Any, mode: Any) -> None:
+def test_a_schedule_has_the_weights_that_torchs_stages_get(schedule: Any, mode: Any, room: int) -> None:
+    """room: bytes for what an I that recomputes leaves for its W. Aliases of the weights were left, too, and
+    so all of the stage's stayed on the device."""
     torch.manual_seed(0)
+    manager = existing_manager()
+    assert manager is not None
+    impose(manager.engine, again_room_bytes=room)
     parts: list[nn.Module] = [Part(), Part()]
+    if room:  # behind a block that no W reads none leaves anything
+        nn.ModuleList(parts).requires_grad_(True)
     plain = copy.deepcopy(parts)
     handles = [offload.apply(part, mode, weights="host") for part in parts]
     run(parts, OffloadPipelineStage, schedule)
