@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from offload.errors import OffloadError
 from offload.pipelining.announcing import Announcements, Announcer
 from offload.pipelining.order import actions_of
 
@@ -150,10 +151,24 @@ class OffloadPipelineStage(PipelineStage):
         """
         if not self.has_backward:
             return
-        with self._announced_backward(bwd_chunk_id, "W"):
+        with self._announced_backward(bwd_chunk_id, "W"), self._lost_nodes_named():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         self._release(self.args_recv_info[bwd_chunk_id])
         self._release(self.grad_recv_info[bwd_chunk_id])
+
+    @contextmanager
+    def _lost_nodes_named(self) -> Iterator[None]:
+        """torch 2.11 and 2.12 hold the nodes of autograd.Functions by Python objects, which own nothing."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "_input_metadata" not in str(error):
+                raise
+            raise OffloadError(
+                f"stage {self.stage_index} of {self.num_stages}: torch {torch.__version__} has lost an "
+                "autograd.Function between the halves of a split backward; update to torch 2.13, or take a "
+                "schedule of whole backwards, such as 1F1B"
+            ) from error
 
     @contextmanager
     def _announced_forward(self, microbatch: int) -> Iterator[None]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tests.integration.moe_ranks import (
     CONFIG,
     MODES,
+    STAGED,
     beside_stages,
     experts_on_the_host,
     new_groups,
@@ -74,7 +75,7 @@ def test_each_rank_streams_its_own_experts(ranks: list[dict[str, Any]]) -> None:
         assert rank["weights"]["streamed"] == 2 * CONFIG.layers
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleavedzerobubble", "zbv"])
+@pytest.mark.parametrize("name", STAGED)
 @pytest.mark.parametrize("ranks", WORLDS[1:], indirect=True)
 def test_two_stages_that_two_ranks_share_have_their_bits(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:

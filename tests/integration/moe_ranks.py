@@ -49,6 +49,8 @@ COMBINATIONS: dict[str, tuple[str, ...]] = {
     "experts": ("expert_fc1", "moe_act"),
     "all": GROUP_NAMES,
 }
+STAGED = ["1f1b"] + ["interleavedzerobubble", "zbv"] * (torch.__version__ >= (2, 13))
+"""Schedules: torch 2.11 and 2.12 lose autograd.Functions in a split backward."""
 MODES: dict[str, dict[str, Any]] = {
     **{name: {"offload_modules": names} for name, names in COMBINATIONS.items()},
     **{name: {"experts_mode": name} for name in ("save_on_cpu", "checkpoint", "both")},
@@ -382,7 +384,7 @@ def beside_stages(
 ) -> dict[str, Any]:
     """Two stages, each shared by two ranks; every rank of a pair runs the same schedule."""
     found = {}
-    for name in ("1f1b", "interleavedzerobubble", "zbv"):
+    for name in STAGED:
         spec = schedule_named(name)
         manager = configured(rank, device)
         virtual = spec.default_virtual_stages

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.moe_ranks import CONFIG, MODES, TOKENS, failing_main, rank_main
+from tests.integration.moe_ranks import CONFIG, MODES, STAGED, TOKENS, failing_main, rank_main
 from tests.once import run_ranks_once
 from tests.ranks import run_ranks
 
@@ -104,7 +104,7 @@ def test_experts_beside_sharded_parameters(ranks: list[dict[str, Any]]) -> None:
             assert sharded == unsharded > 0
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleavedzerobubble", "zbv"])
+@pytest.mark.parametrize("name", STAGED)
 def test_experts_beside_pipeline_stages(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:
         found = rank["stages"][name]

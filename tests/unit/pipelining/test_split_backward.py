@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 
 from offload import group_commit, group_start, offload_hooks
+from offload.errors import OffloadError
 from offload.groups import timed
 from offload.groups.seen import StepClock
 from offload.pipelining import OffloadPipelineStage
@@ -111,3 +113,14 @@ def test_gradients_are_bitwise_those_without_offload_under_every_plan(
             assert stats.spilled > 0
     assert followed[0] is None
     assert followed[-1] is not None, "no plan was made from times"
+
+
+def test_a_function_that_torch_lost_between_the_halves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11 and 2.12 do, which give no more than the name of an attribute."""
+
+    def lost(*_given: Any, **_named: Any) -> None:
+        raise RuntimeError("Attribute '_input_metadata' is invalid for this instance of _C._FunctionBase")
+
+    monkeypatch.setattr(PipelineStage, "backward_weight_one_chunk", lost)
+    with installed(None), pytest.raises(OffloadError, match=r"stage \d of 2: torch .* update to torch 2\.13"):
+        gradients(*pipeline("zbv"))
