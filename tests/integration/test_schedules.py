@@ -138,8 +138,13 @@ class Pipeline:
         return sum(1 for stage in self.stages for _ in stage.submod.parameters())
 
 
-def build(name: str, rank: int, ranks: int, microbatches: int, model: TransformerConfig = MODEL) -> Pipeline:
-    spec = schedule_named(name)
+def model_of(ranks: int) -> TransformerConfig:
+    """A layer of one rank takes as long as one of two, and two in a virtual stage are enough."""
+    return MODEL.with_(layers=min(MODEL.layers, 4 * ranks))
+
+
+def build(name: str, rank: int, ranks: int, microbatches: int) -> Pipeline:
+    spec, model = schedule_named(name), model_of(ranks)
     virtual = spec.default_virtual_stages
     # Small caps, so that the bytes really go: with larger ones a reader would find most of them still on
     # their way out.
@@ -189,9 +194,9 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def reference_grads(pipeline: Pipeline, seed: int) -> dict[str, Tensor]:
+def reference_grads(pipeline: Pipeline, ranks: int, seed: int) -> dict[str, Tensor]:
     """The gradients of the same model in one piece, without pipeline and without offload."""
-    whole = build_stage_module(MODEL.with_(offload_modules=frozenset()), 0, 1)
+    whole = build_stage_module(model_of(ranks).with_(offload_modules=frozenset()), 0, 1)
     tokens, targets = pipeline.inputs(seed)
     for part, target in zip(
         tokens.chunk(pipeline.microbatches), targets.chunk(pipeline.microbatches), strict=True
@@ -238,7 +243,7 @@ def report_of(name: str, rank: int, ranks: int, microbatches: int) -> dict[str, 
     on_losses.append(pipeline.step(2))
     on_grads = pipeline.grads()
     second_step = manager.stats
-    expected = reference_grads(pipeline, 2)
+    expected = reference_grads(pipeline, ranks, 2)
     forwards_after_eval = dict(pipeline.forwards)
     recomputed = recomputed_step(pipeline) if name in SPLIT else 0
     return {
