@@ -306,6 +306,7 @@ def test_what_input_halves_leave_may_be_more_than_the_limit_where_lengths_vary(
         StepClock, "end_step", lambda self: {of: seconds[of.kind] * rows[0] / ROWS for of in order()}
     )
     price_recomputes(monkeypatch, 2e-4)
+    search_briefly(monkeypatch, 400)  # 100 find none that fails
     stages = wide_stages(5)
     drawn = random.Random(3)
     with counted_time(), installed(build_manager()) as manager:
@@ -332,9 +333,9 @@ def price_recomputes(monkeypatch: pytest.MonkeyPatch, again_s: float) -> None:
     monkeypatch.setattr(work, "_timed", timed)
 
 
-def search_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+def search_briefly(monkeypatch: pytest.MonkeyPatch, trials: int = 100) -> None:
     """Plans that have room need not be the best; those take seconds each."""
-    monkeypatch.setattr(auto_plan, "choose_mixture", partial(auto_plan.choose_mixture, max_trials=100))
+    monkeypatch.setattr(auto_plan, "choose_mixture", partial(auto_plan.choose_mixture, max_trials=trials))
 
 
 def order() -> list[Action]:

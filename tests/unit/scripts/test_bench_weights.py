@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import bench_weights
+from tests.forks import run_forked
+
+
+@pytest.fixture(autouse=True)
+def _rows_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **_: Any) -> Any:
+        return run_forked(command, timeout=120.0, env={})
+
+    monkeypatch.setattr(bench_weights, "subprocess", SimpleNamespace(run=run))
 
 
 @pytest.mark.slow
