@@ -75,7 +75,6 @@ def train(job: Job, options: Options, rank: Rank) -> None:
             checks += run_steps(run, job, options, rank, reporter, first=first)
         job.manager.enable_offload()
         job.take_report()
-        stayed = job.gathered(job.saved_bytes_if_all_stayed()) if options.compare else []
     except KeyboardInterrupt as interrupt:
         made = sum(len(arm.steps) for arm in arms)
         raise KeyboardInterrupt(f"after {made} of {options.steps * len(arms)} steps") from interrupt
@@ -88,7 +87,7 @@ def train(job: Job, options: Options, rank: Rank) -> None:
             reporter.say(f"rank 0's step {options.steps} is drawn in {options.plot}")
         print(summary(options, on[0], job.text.source, job.report, checks))
         if options.compare:
-            print(comparison(options, [arm for arm in arms if not arm.offloads], on, stayed))
+            print(comparison(options, [arm for arm in arms if not arm.offloads], on, job.report))
 
 
 def planned(options: Options) -> list[list[Arm]]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
+from offload import Report
 from training.figures import MIB, Arm, RankFigures, mib_or_dash, why_nothing_left
 from training.options import Options
 
@@ -20,22 +21,21 @@ __all__ = ["comparison", "ratio_text", "ratios_of", "spread_of"]
 _FEW = 10  # pairs, below which the spread is that of all of them
 
 
-def comparison(
-    options: Options, off: Sequence[Arm], on: Sequence[Arm], saved_if_all_stayed: Sequence[int]
-) -> str:
+def comparison(options: Options, off: Sequence[Arm], on: Sequence[Arm], report: Report) -> str:
     """Time and the three memory figures, side by side, a row for each rank and arm.
 
     off, on: the runs of each arm. Run 0 of an arm was made alone: memory is from there. In the others both
         arms made each step, one after the other: times are from there.
-    saved_if_all_stayed: bytes by rank; what the engine counts when nothing leaves, since it counts nothing
-        while it is off.
+    report: of all ranks. The engine counts nothing while it is off, so what the other arm saves is what would
+        have been on the device if nothing had left.
     """
     rows: list[list[str]] = []
     for rank in range(len(on[0].steps[-1])):
         for runs in (off, on):
             last = runs[0].steps[-1][rank]
             times = [step[rank].seconds * 1e3 for run in runs[1:] for step in run.steps]
-            saved = saved_if_all_stayed[rank] if runs is off else runs[0].most(rank, "device_bytes_peak")
+            stayed = report.ranks[rank]["would_hold_bytes"] or None
+            saved = stayed if runs is off else runs[0].most(rank, "device_bytes_peak")
             least, most = spread_of(times)
             rows.append(
                 [
@@ -46,7 +46,7 @@ def comparison(
                     mib_or_dash(last.active_bytes),
                     mib_or_dash(last.reserved_bytes),
                     f"{last.engine['host_bytes_held'] / MIB:,.1f}",
-                    f"{saved / MIB:,.1f}",
+                    mib_or_dash(saved),
                 ]
             )
     table = tabulate(

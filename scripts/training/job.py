@@ -157,17 +157,6 @@ class Job:
         batch = self.text.held_out_batch(self._sequences, self.options.model.sequence)
         return self._run(self.schedule.eval, self._mine(batch))
 
-    def saved_bytes_if_all_stayed(self) -> int:
-        """The peak of what the marks save when nothing may leave: one more step, whose gradients are thrown
-        away."""
-        self.switch(True)
-        share = self.manager.engine.limits.contributor("measurement")
-        share.bound("max_spilling_bytes", 0)
-        self._forward_backward(self._batch(0))
-        share.end()
-        self.optimizer.zero_grad(set_to_none=True)
-        return int(self.manager.stats.device_bytes_peak)
-
     def gathered(self, mine: Any) -> list[Any]:
         """What each rank gives, on rank 0; elsewhere nothing. Blocks until all have given it."""
         first = self.rank.ranks.rank == 0

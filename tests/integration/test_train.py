@@ -238,7 +238,7 @@ def test_without_offload_nothing_is_recomputed_beside_mode_auto(tmp_path: Path) 
     assert off == 4 * 2 * 4 * 2, "layers, microbatches, steps, runs"
     assert on > off
     (saved_off,) = re.findall(r"^rank 0  offload off .* ([\d.]+)$", output, re.MULTILINE)
-    assert float(saved_off) > 0, "of one more step, whose blocks are hooked again"
+    assert float(saved_off) > 0, "of what the arm with offload kept and moved"
 
 
 def test_the_end_of_a_run_is_checked_reported_and_drawn(tmp_path: Path) -> None:

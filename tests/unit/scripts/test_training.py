@@ -277,7 +277,7 @@ def compared(off: list[float], on: list[float], options: Options, **changes: Any
         ]
         for name, of_arm in (("off", off), ("on", on))
     ]
-    return comparison(options, runs[0], runs[1], [7 << 20])
+    return comparison(options, *runs, Report(since="configure", ranks={0: {"would_hold_bytes": 7 << 20}}))
 
 
 def test_the_arms_of_a_comparison_are_made_alone_once_and_then_step_by_step_in_turn() -> None:
