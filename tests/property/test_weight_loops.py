@@ -196,8 +196,14 @@ BREAK_THE_PROMISE = (
 """Of `overlap="backward"`: no step comes after their backward."""
 
 
-@pytest.mark.parametrize("overlap", [None, "step", "forward", "backward"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    ("seed", "overlap"),
+    [
+        (seed, overlap)
+        for seed in range(8)
+        for overlap in ((None, "forward"), ("step", "backward"))[seed // 2 % 2]
+    ],
+)
 def test_any_order_of_operations_gives_what_torch_gives(seed: int, overlap: Overlap | None) -> None:
     rng = random.Random(seed)
     with streamed(

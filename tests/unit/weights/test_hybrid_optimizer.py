@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import offload
-from offload.device.sim import ExecutorName
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
@@ -34,6 +33,8 @@ from tests.unit.weights.streamed import (
 )
 
 SHARES = (0.0, 0.5, 1.0)  # of the elements, what the CPU steps
+STAYING = {"host": 2, "12.3kB": 3, "30kB": BLOCKS}
+"""Blocks that are on the device at once, by what `weights=` is given."""
 ELEMENTS = BLOCKS * BLOCK_BYTES // 4
 
 
@@ -61,13 +62,14 @@ def step(optimizers: tuple[Optimizer, Optimizer], pair: Pair, x: Tensor | None =
 
 
 # -- the same bits, and no byte more -------------------------------------------------------------------------
-@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("weights", ["host", "12.3kB", "30kB"])
+@pytest.mark.parametrize("weights", STAYING)
 def test_a_loop_has_the_bits_of_plain_torch_and_fetches_no_block_more(
-    overlap: Overlap, share: float, weights: str, executor: ExecutorName
+    overlap: Overlap, share: float, weights: str
 ) -> None:
-    stay = {"host": 2, "12.3kB": 3, "30kB": BLOCKS}[weights]
+    """Each two of overlap, share and weights meet under each executor."""
+    stay, nth = STAYING[weights], [*STAYING].index(weights)
+    executor = EXECUTORS[(OVERLAPS.index(overlap) + SHARES.index(share) + nth) % 3]
     with streamed(executor=executor, weights=weights) as pair:
         optimizers = pair.with_state_on_host(overlap, cpu_share=share)
         pair.train(5, optimizers=optimizers)
@@ -96,8 +98,9 @@ def test_a_block_has_weights_of_which_some_are_stepped_on_the_device(overlap: Ov
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("reentrant", [None, False, True])
-def test_masters_of_half_precision_weights(overlap: Overlap, share: float, reentrant: bool | None) -> None:
+def test_masters_of_half_precision_weights(overlap: Overlap, share: float) -> None:
+    """Each overlap, and each share, under each kind of checkpoint."""
+    reentrant = (None, False, True)[(OVERLAPS.index(overlap) + SHARES.index(share)) % 3]
     model = Model(reentrant=reentrant).to(torch.bfloat16)
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
