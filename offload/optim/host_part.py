@@ -24,7 +24,7 @@ from offload.optim.parts import HostOptions, Part
 from offload.params.home import Claim, Stepper
 from offload.params.layout import Bucket, Piece, lay_out
 from offload.params.sections import FlatSpec, HostSection, check_budget
-from offload.params.view import ParamView, update_master
+from offload.params.view import ParamView, local_of, update_master
 from offload.params.worker import Latch
 from offload.transfer.copier import OwnedCopies
 
@@ -243,9 +243,9 @@ class HostPart(Part, Generic[B]):
         return dict(self.flats_of(member)).get("master", own)
 
     def refresh_master(self, member: ParamView) -> None:
-        master = self.master(member)
-        if master is not member.parameter:
-            weights = member.on_host()
+        master = dict(self.flats_of(member)).get("master")
+        if master is not None:
+            weights = local_of(member.parameter).detach().to(master.device)
             if self.has_master(member):
                 update_master(master, weights)
             else:

@@ -76,9 +76,6 @@ class Home(Protocol):
         """Claim the parameter for a step, perhaps again for another part of it. Raises OffloadError. Blocks
         the host: never, but for another optimizer's step of it that is not issued yet."""
 
-    def newest(self) -> Tensor:
-        """The parameter on the CPU. Blocks the host for the copy."""
-
 
 def home_of(parameter: Tensor) -> Home | None:
     """None for one whose memory stays."""

@@ -153,11 +153,6 @@ class ParamView:
         self.home = self._keeper = None
         self.parameter = self.flat = torch.empty(0, device="cpu")
 
-    def on_host(self) -> Tensor:
-        """The newest weights on the CPU, in the parameter's shape. Blocks the host; no step may be under
-        way."""
-        return self.shaped(self.flat).to("cpu") if self.home is None else self.home.newest()
-
     def shaped(self, flat: Tensor) -> Tensor:
         """`flat`, as many elements as the parameter has, in the parameter's shape."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())

@@ -240,12 +240,6 @@ class Weight:
         """As Home."""
         return self.parameter is parameter and self._lent is not None and self.holder() is not None
 
-    def newest(self) -> Tensor:
-        """As Home."""
-        holder = self.holder()
-        assert holder is not None  # `is_of` has looked
-        return holder.host_copy(self)
-
     def begin_step(self, stepper: Stepper, index: int) -> Claim:
         """As Home."""
         holder, (before, at) = self.holder(), self._stepped_by

@@ -42,6 +42,8 @@ class Sam(Optimizer):
     def __init__(self, params: Any, lr: float = 0.1, rho: float = 0.05) -> None:
         super().__init__(params, {"lr": lr, "rho": rho})
         self.calls: list[str] = []
+        self.register_step_pre_hook(lambda *_: self.calls.append("before"))
+        self.register_step_post_hook(lambda *_: self.calls.append("after"))
 
     @torch.no_grad()
     def step(self, closure: Any) -> Any:

@@ -233,6 +233,9 @@ def test_writes_between_steps_count_wherever_they_are_made(overlap: Overlap) -> 
 def test_masters_follow_writes_too(share: float) -> None:
     with streamed(Model().to(torch.bfloat16)) as pair:
         optimizers = pair.with_state_on_host("forward", masters=True, cpu_share=share)
+        for optimizer in optimizers:
+            optimizer.dummy_step()
+            assert all(torch.equal(state["master_param"], p) for p, state in optimizer.state.items())
         for number in range(5):
             step(optimizers, pair, torch.randn(ROWS, WIDTH).to(torch.bfloat16))
             for model in (pair.model, pair.plain):
