@@ -243,15 +243,11 @@ def test_hooks_of_a_mark_end_with_its_commit_or_after_an_exception_with_the_step
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-@pytest.mark.parametrize(
-    ("code", "imported"),
-    [
-        ("import offload", {"torch._dynamo": False, "torch.distributed.tensor": False}),  # two seconds each
-        ("import offload; offload.configure(device='sim', print_summary=False)", {"torch._dynamo": True}),
-    ],
-)
-def test_compiler_is_imported_by_set_up_neither_by_the_package_nor_in_the_first_step(
-    code: str, imported: dict[str, bool]
-) -> None:
-    code += f"; import sys; sys.exit({imported} != {{name: name in sys.modules for name in {imported}}})"
+def test_compiler_is_imported_by_set_up_neither_by_the_package_nor_in_the_first_step() -> None:
+    code = (
+        "import sys, offload\n"
+        "assert not {'torch._dynamo', 'torch.distributed.tensor'} & set(sys.modules)\n"  # two seconds each
+        "offload.configure(device='sim', print_summary=False)\n"
+        "assert 'torch._dynamo' in sys.modules\n"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

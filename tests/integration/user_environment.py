@@ -100,7 +100,9 @@ def _build_environment(folder: Path, wheel: Path, more: tuple[str, ...]) -> Path
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
     # without PYTHONPATH, by which pip finds the metadata of an editable install and leaves the wheel out
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    subprocess.run([*pip, "install", "--quiet", "--no-index", str(wheel)], env=environment, check=True)
+    subprocess.run(
+        [*pip, "install", "--quiet", "--no-compile", "--no-index", str(wheel)], env=environment, check=True
+    )
     return python
 
 

@@ -284,8 +284,7 @@ def calls_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Counter[tupl
 
 
 @pytest.mark.req("S1-48", "S1-49", "S1-58")
-@pytest.mark.parametrize("given", [None, False, ConductorConfig(enabled=False)])
-def test_off_there_is_not_one_call_more_and_on_there_are(given: Any) -> None:
+def test_off_there_is_not_one_call_more_and_on_there_are() -> None:
     def counted(**options: Any) -> Counter[tuple[str, str]]:
         torch.manual_seed(0)
         with counted_time(), installed(build_manager()), streams_from(WIDTH * WIDTH):
@@ -300,10 +299,12 @@ def test_off_there_is_not_one_call_more_and_on_there_are(given: Any) -> None:
         return found
 
     counted()  # what is done once in a process
-    without, off, on = (counted(**options) for options in ({}, {"conductor": given}, {"conductor": True}))
-    assert off == without
-    assert not any("/offload/conductor/" in file for file, _ in off)
-    assert any("/offload/conductor/" in file for file, _ in on)
+    without = counted()
+    for given in (None, False, ConductorConfig(enabled=False)):
+        off = counted(conductor=given)
+        assert off == without, given
+        assert not any("/offload/conductor/" in file for file, _ in off), given
+    assert any("/offload/conductor/" in file for file, _ in counted(conductor=True))
 
 
 # -- the argument --------------------------------------------------------------------------------------------
