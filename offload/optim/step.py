@@ -129,6 +129,7 @@ class StepRunner(Client):
         self.backward = BackwardSteps(engine.limits, self.placed, self.steps, self._watch, begin)
         self._limits = engine.limits.contributor("optim", self)
         if overlap == "backward":
+            self.placed.streamed.in_backward = True
             total = device_bytes(engine.device.torch_device)
             behind = GRADIENTS_BEHIND_BYTES if total is None else total // GRADIENTS_BEHIND_SHARE
             self._limits.bound("gradients_behind_bytes", behind)

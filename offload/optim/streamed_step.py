@@ -70,8 +70,9 @@ from offload.params.view import ParamView, update_master
 __all__ = ["StreamedBucket", "StreamedPart"]
 
 _SLOTS_BESIDE_WEIGHTS = 5
-"""A block of weights takes the link for as long as some buckets of state, 3 of 64 MiB where it has 233 M
-bf16 parameters: two more that have come before keep the other direction busy meanwhile."""
+"""Where steps run in the backward. A block of weights takes the link for as long as some buckets of state, 3
+of 64 MiB where it has 233 M bf16 parameters: two more that have come before keep the other direction busy
+meanwhile. Elsewhere they save no time, and others' copies to the host queue behind twice as many buckets."""
 
 _OPTIONS = ("lr", "weight_decay", "eps", "maximize", "decoupled_weight_decay")
 
@@ -263,6 +264,8 @@ class StreamedPart(HostPart[StreamedBucket]):
         self._weights_on_host = weights_on_host
         self.takes_lent = False
         """The ring has room for gradients that wait on the host."""
+        self.in_backward = False
+        """Its steps run in the backward."""
         self._ring_flats: tuple[int, list[tuple[str, int]]] = (0, [])
 
     def _specs(self, dtype: torch.dtype, master_dtype: torch.dtype, has_home: bool) -> list[FlatSpec]:
@@ -289,9 +292,8 @@ class StreamedPart(HostPart[StreamedBucket]):
         flats = [(name, size) for name in (*sorted(names), *also)]
         if (numel, flats) != self._ring_flats:  # between steps
             self._ring_flats = numel, flats
-            self.ring = Ring(
-                self.engine.device, numel, flats, _SLOTS_BESIDE_WEIGHTS if streams else RING_SLOTS
-            )
+            slots = _SLOTS_BESIDE_WEIGHTS if streams and self.in_backward else RING_SLOTS
+            self.ring = Ring(self.engine.device, numel, flats, slots)
 
     @property
     def ring_bytes(self) -> int:

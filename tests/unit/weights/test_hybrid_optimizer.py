@@ -50,6 +50,17 @@ def close(optimizers: tuple[Optimizer, Optimizer]) -> None:
             optimizer.close()
 
 
+def test_only_steps_in_the_backward_queue_more_than_two_buckets_to_the_host(overlap: Overlap) -> None:
+    """Four of 64 MiB take 16 ms, for which another client's copy would wait."""
+    with streamed() as pair:
+        optimizers = pair.with_state_on_host(overlap)
+        for _ in range(2):
+            step(optimizers, pair)
+        slots = 5 if overlap == "backward" else 3
+        assert optimizers[0].ring_bytes == slots * 4096 * 4  # two moments, weights, gradients
+        close(optimizers)
+
+
 def step(optimizers: tuple[Optimizer, Optimizer], pair: Pair, x: Tensor | None = None, **how: Any) -> None:
     x = torch.randn(ROWS, WIDTH) if x is None else x
     losses = [pair.model(x, **how).square().sum(), pair.plain(x, **how).square().sum()]
