@@ -304,8 +304,8 @@ def test_an_address_afterwards_is_an_error_that_names_the_way_out() -> None:
 
 def written_inside(w: Tensor, expert: Any) -> Tensor:
     with torch.no_grad():
-        w[int(expert)].mul_(0.5)
-    return w[int(expert)]
+        w[int(expert)].mul_(2)
+        return w[int(expert)].mul_(0.25)
 
 
 def test_a_write_through_an_index_in_a_forward_is_the_weights() -> None:
@@ -318,6 +318,7 @@ def test_a_write_through_an_index_in_a_forward_is_the_weights() -> None:
             for _ in range(3):
                 assert torch.equal(pair.model(x), pair.plain(x))
         pair.check_weights()
+        assert not any(each.given for each in pair.stream.experts.weights), "nobody has one"
         for model in (pair.model, pair.plain):
             model.layers[1].use = Tensor.__getitem__
         train(pair, 2, rows=4)
