@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import offload
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -50,3 +55,38 @@ def test_peaks_are_the_devices_and_a_limit_excludes_what_is_above_it() -> None:
     assert all(map(torch.equal, state, now))
     assert torch.equal(random, torch.cuda.get_rng_state())
     offload.PipelineOffloadManager.close_instance()
+
+
+def compared_on(rank: int, world: int, device: str) -> tuple[list[tuple[str, str]], dict[str, Any], bool]:
+    """Of replicas: each mode and why it is no answer, the best, and whether every weight is as it was."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(BLOCKS)
+        )
+    ).to(device)
+    replicas = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        replicas(torch.randn(ROWS // 8, WIDTH, device=device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    before = [each.detach().clone() for each in model.parameters()]
+    modes = [False, "checkpoint", "hidden_states", {"mode": "hidden_states", "weights": "host"}]
+    table = offload.compare(model, step, modes=modes, budget_s=10)
+    same = all(map(torch.equal, before, model.parameters()))
+    return [(str(row.arguments), row.why_not) for row in table.rows], table.best, same
+
+
+@pytest.mark.gpus(2)
+def test_replicas_over_nccl_agree_on_the_best(tmp_path: Path) -> None:
+    found = run_ranks(compared_on, 2, tmp_path, "cuda", backend="cpu:gloo,cuda:nccl")
+    assert found[0] == found[1]
+    rows, best, same = found[0]
+    assert [why_not for _, why_not in rows] == [""] * 4
+    assert str(best) in dict(rows)
+    assert same
