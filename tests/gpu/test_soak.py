@@ -1,4 +1,4 @@
-"""Steps of changing shapes on a GPU, 2,000 without a device limit: device, pinned and host memory stay flat,
+"""Steps of changing shapes on a GPU, 1,000 without a device limit: device, pinned and host memory stay flat,
 and so do the engine's lists.
 
 Nothing is pinned before step 1, in registrations of 1 MiB: the first periods grow the arena beside the steps
@@ -23,11 +23,11 @@ from tests.soak import PERIOD, Training, build_manager, census, living, resident
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 MIB = 1 << 20
-STEPS = {"windows": 2000, "device limit": 500}
+STEPS = {"windows": 1000, "device limit": 500}
 SETTLED = 100
 """Steps, after which nothing may grow: two periods."""
 RESIDENT_SLACK = 8 * MIB
-"""Of 2,000 steps: 4 KiB a step. What CUDA and the C allocator keep moves by less; one small tensor a step,
+"""Of 1,000 steps: 8 KiB a step. What CUDA and the C allocator keep moves by less; one small tensor a step,
 lost, is more."""
 
 TOKENS = 512
