@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import offload
 from offload import PipelineOffloadManager
-from tests.unit.modules.training import CALLS, ROWS, WIDTH, build, equal, train
+from tests.unit.modules.training import CALLS, ROWS, WIDTH, build, equal, plain_of, train
 
 MODES: tuple[Any, ...] = ("groups", True, "legacy", "disk", "hidden_states", "selective")
 
@@ -27,7 +27,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_gradients_and_weights_have_the_bits_of_a_run_without(
     call: str, mode: Any, manager: PipelineOffloadManager, tmp_path: Path
 ) -> None:
-    plain = train(build(call))
+    plain = plain_of(call)
     model = build(call)
     if mode == "disk":
         manager = offload.marks.change_limits(replace(manager.engine.config, disk_directory=str(tmp_path)))

@@ -21,7 +21,7 @@ import offload
 from offload import HybridDeviceOptimizer, PipelineOffloadManager
 from offload.modules.watermark import WatermarkRoot, marks_of
 from offload.spill.runtime import ActivationRuntime
-from tests.unit.modules.training import CALLS, ROWS, WIDTH, build, equal, train
+from tests.unit.modules.training import CALLS, ROWS, WIDTH, build, equal, plain_of, train
 
 TENSOR = 4 * ROWS * WIDTH
 MARKS: dict[str, Any] = {"high": f"{3 * TENSOR}B", "low": f"{2 * TENSOR}B", "min_numel": 1}
@@ -42,7 +42,7 @@ def runtime_of(handle: offload.Applied) -> ActivationRuntime:
 def test_gradients_and_weights_have_the_bits_of_a_run_without(
     call: str, manager: PipelineOffloadManager
 ) -> None:
-    plain = train(build(call))
+    plain = plain_of(call)
     model = build(call)
     handle = offload.apply(model, mode="watermark", **MARKS)
     assert equal(train(model), plain)

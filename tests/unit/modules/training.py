@@ -3,6 +3,7 @@ and without offload."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,6 +117,12 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     return [*seen, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+@functools.cache
+def plain_of(call: str) -> list[Tensor]:
+    """What a model that is called so gives by itself."""
+    return train(build(call))
 
 
 def equal(ours: list[Tensor], plain: list[Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -124,12 +125,16 @@ def test_only_the_chosen_mark_is_set(marks: list[str], name: str) -> None:
     assert [each for each in marks if each != "end"] == [f"start {name}", "hooks", f"commit {name}"]
 
 
+@functools.cache
+def baseline(balance: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+    return step(MixtureGPT(SMALL.with_(balance=balance)))
+
+
 @pytest.mark.req("S2-98", "S3-57", "S3-58")
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("balance", [None, "loss"])
 def test_logits_and_all_gradients_are_bitwise_the_baselines(setting: dict[str, Any], balance: Any) -> None:
-    config = SMALL.with_(balance=balance)
-    expected = step(MixtureGPT(config))
+    config, expected = SMALL.with_(balance=balance), baseline(balance)
     assert len(expected[1]) == len(list(MixtureGPT(config).parameters()))
     with offloading() as manager:
         model = MixtureGPT(config, **setting)
