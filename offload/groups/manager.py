@@ -73,7 +73,7 @@ class GroupsManager(OpenScopes, Client):
         self.last_step: SeenStep | None = None  # the same of the one that has ended
         self.ledgers = GroupLedgers(self.engine)
         self.ledger = self.new_ledger()  # since the manager was built
-        self.ends_by_hand = 0  # calls of `step_end` since a model was applied
+        self.ends_by_hand = 0  # calls of `step_end` since `infer_ends`
         self._inferred_ends = 0
         self._infers_end = False  # the end under way is an inferred one
         self.end_was_guessed = (
@@ -322,7 +322,7 @@ class GroupsManager(OpenScopes, Client):
 
     def step_end(self) -> StepStats:
         """End the step, once its gradients are final: drop leftovers with one warning, settle every transfer,
-        count, and plan after warm-up. From the first call on, until a model is applied, no end is inferred.
+        count, and plan after warm-up. From the first call on no end is inferred, until `infer_ends`.
 
         Blocks the host: never (the summary after warm-up gathers over the process group, once). Raises
         CaptureError in a capture.

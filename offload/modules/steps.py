@@ -15,7 +15,7 @@ when an optimizer that holds a parameter of such a model begins its `step()`, ou
   first step, as one step with it (`telemetry/figures.py`).
 
 One invariant: inference is a default. A user's `init_chunk_handler`, a pipeline stage's announcement and a
-user's `step_end` are believed instead, from the first on; `step_end` until the next model is applied.
+user's `step_end` are believed instead, from the first on; `step_end` until a model is applied alone.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class Steps:
 
     def add(self, root: Root) -> None:
         """From now on the steps of `root` are inferred. Its stage is the first that is free."""
-        taken = {other.stage for other in self.roots()}
+        manager, taken = self._manager(), {other.stage for other in self.roots()}
         root.stage = next(stage for stage in range(len(taken) + 1) if stage not in taken)
         self._roots = [weakref.ref(other) for other in (*self.roots(), root)]
-        manager = self._manager()
-        manager.infer_ends()
+        if not taken or manager.ends_by_hand == 1:  # which may be a reset() between two runs
+            manager.infer_ends()
         manager.mark_report.expect(root.stage)
         if not self._hooks:
             begins, returns = partial(self._optimizer_steps, False), partial(self._optimizer_steps, True)

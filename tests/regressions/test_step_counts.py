@@ -234,6 +234,20 @@ def test_a_reset_before_an_apply_does_not_end_the_inference_of_steps(removed: bo
             handle.remove()
 
 
+def test_ends_by_hand_stay_the_ends_when_another_model_is_applied() -> None:
+    """Two optimizers' steps were two more ends, once."""
+    models, handles, counts = [build(), build()], [], []
+    for number in (1, 2):
+        handles.append(offload.apply(models[number - 1], min_numel=1))
+        for _ in range(3):
+            for model in models[:number]:
+                backward(model)
+                sgd(model).step()
+            offload.step_end()
+        counts.append([handle.report().total.steps for handle in handles])
+    assert counts == [[3], [6, 3]]
+
+
 def test_the_figures_of_a_step_in_parts_are_sums_and_its_peaks_the_largest() -> None:
     ledger = Ledger()
     for peak_bytes in (5, 9):
