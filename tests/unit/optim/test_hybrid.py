@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from offload.client import Phase
 from offload.optim import HybridDeviceOptimizer
 from offload.optim.placing import Place
 from tests.unit.optim.rig import assert_same_bits, backward, hybrid, net, run, train, weights
@@ -398,12 +399,18 @@ def test_a_parameter_whose_elements_are_not_its_memory_is_refused() -> None:
         HybridDeviceOptimizer([weight], lr=1e-2)
 
 
+class Own(AdamW):
+    """Another class, which is stepped whole: its closure, with a backward, is in its step."""
+
+
 @pytest.mark.req("S3-44")
-@pytest.mark.parametrize("options", PLACES)
+@pytest.mark.parametrize("options", [*PLACES, {"offload_fraction": 1.0, "cpu_optimizer_cls": Own}])
 def test_a_closure_is_evaluated_once_a_step(options: dict[str, Any]) -> None:
     model = net()
     optimizer = hybrid(model, **options)
     calls: list[int] = []
+    phases: list[Phase] = []
+    optimizer.engine.on_phase = phases.append
 
     def closure() -> Tensor:
         calls.append(len(calls))
@@ -412,6 +419,8 @@ def test_a_closure_is_evaluated_once_a_step(options: dict[str, Any]) -> None:
 
     losses = [optimizer.step(closure) for _ in range(3)]
     assert calls == [0, 1, 2]
+    placed = options["offload_fraction"] > 0 and "cpu_optimizer_cls" not in options
+    assert phases == (3 * [Phase.OPTIMIZER, Phase.STEP_END] if placed else [])
     assert all(isinstance(loss, Tensor) for loss in losses)
 
 
