@@ -49,14 +49,15 @@ class Group:
         partial view does only while its storage has not left.
     slot_bytes: the same tensor by tensor, as (slot, bytes) in the order in which they were saved.
     regions: by slot, the number of the checkpoint region whose recompute reads it. half_slots: those that the
-    weight half of a split backward reads, None where none was seen. left_bytes: of what a call makes again
-    whose input this is, what its I leaves on the device for its W. since: autograd's number of the first node
-    after its start. replayed: of saved tensors that stay because CUDA graphs of torch.compile own their
-    memory, bytes by address. stays: the plan keeps it on the device. required: it leaves whatever the plan
-    would keep. cost: None where it is not known. alike: equal in two steps in which it saves alike; None if
-    that is not known. whole: what it is to save, where all of it stays and need not be looked at. hooked: its
-    saves were asked for since its start. encloses: another group was started in it. committed: its end was
-    marked. sent: what it saved until then has been sent, which a delayed commit does later.
+    weight half of a split backward reads, None where none was seen. passed_slots: of these, those that its
+    input half does not read. left_bytes: of what a call makes again whose input this is, what its I leaves on
+    the device for its W. since: autograd's number of the first node after its start. replayed: of saved
+    tensors that stay because CUDA graphs of torch.compile own their memory, bytes by address. stays: the plan
+    keeps it on the device. required: it leaves whatever the plan would keep. cost: None where it is not
+    known. alike: equal in two steps in which it saves alike; None if that is not known. whole: what it is to
+    save, where all of it stays and need not be looked at. hooked: its saves were asked for since its start.
+    encloses: another group was started in it. committed: its end was marked. sent: what it saved until then
+    has been sent, which a delayed commit does later.
     """
 
     def __init__(self, name: str) -> None:
@@ -76,6 +77,7 @@ class Group:
         self.slot_bytes: tuple[tuple[int, int], ...] = ()
         self.regions: dict[int, int] = {}
         self.half_slots: frozenset[int] | None = None
+        self.passed_slots: frozenset[int] = frozenset()
         self.left_bytes = 0
         self.saved: SavedGroup | None = None
         self.since = 0

@@ -18,7 +18,7 @@ from offload.policy.actions import Action, ChunkKey, GroupSize
 from offload.transfer.engine import TransferEngine
 from offload.transfer.stalls import Stall, all_passed
 
-__all__ = ["SeenStep", "StepClock", "half_bytes_of", "sizes_of"]
+__all__ = ["SeenStep", "StepClock", "half_bytes_of", "passed_bytes_of", "sizes_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +88,7 @@ def sizes_of(chunk: ChunkGroups, part_bytes: Mapping[int, int] = {}) -> list[Gro
             group.total_offload_bytes - part_bytes.get(at, 0),
             half_bytes=half_bytes_of(group, group.slot_bytes),
             left_bytes=group.left_bytes,
+            passed_bytes=0 if at in part_bytes else passed_bytes_of(group, group.slot_bytes),
         )
         for at, group in enumerate(chunk.groups)
     ]
@@ -98,6 +99,11 @@ def half_bytes_of(group: Group, slot_bytes: Iterable[tuple[int, int]]) -> int | 
     seen."""
     slots = group.half_slots
     return None if slots is None else sum(nbytes for slot, nbytes in slot_bytes if slot in slots)
+
+
+def passed_bytes_of(group: Group, slot_bytes: Iterable[tuple[int, int]]) -> int:
+    """Of these, bytes that the weight half alone was seen to read."""
+    return sum(nbytes for slot, nbytes in slot_bytes if slot in group.passed_slots)
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from offload.groups.chunk import ChunkGroups
 from offload.groups.group import Cost, Group
-from offload.groups.seen import half_bytes_of
+from offload.groups.seen import half_bytes_of, passed_bytes_of
 from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, Rates
 from offload.policy.keeps import kept_peak_bytes, tail_keeps
 from offload.policy.lengths import nearest
@@ -289,7 +289,8 @@ def _with_halves(units: list[Unit], group: Group) -> list[Unit]:
     found: list[Unit] = []
     for unit, start, stop in zip(units, starts[:-1], starts[1:], strict=True):
         own = [(slot, nbytes) for slot, nbytes in group.slot_bytes if start <= slot < stop]
-        found.append(unit._replace(size=unit.size._replace(half_bytes=half_bytes_of(group, own))))
+        half_bytes, passed_bytes = half_bytes_of(group, own), passed_bytes_of(group, own)
+        found.append(unit._replace(size=unit.size._replace(half_bytes=half_bytes, passed_bytes=passed_bytes)))
     return found
 
 

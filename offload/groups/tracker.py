@@ -74,7 +74,7 @@ class ChunkTracker:
         self._read_bytes = 0  # since the prefetch was pumped last
         self._halves: defaultdict[int, HalfReads] = defaultdict(HalfReads)  # by stage
         self.again = RecomputedHalves(engine)
-        self._weight_log: list[DeviceBlock] = []
+        self._log: list[DeviceBlock] = []
         self._weight_half_waits = False  # for something that the I under way will not leave there
 
     def set_order(self, actions: Sequence[tuple[str, int, int]] | None) -> None:
@@ -118,6 +118,10 @@ class ChunkTracker:
                 if self._halves[stage].input_reads is False:
                     # its input half reads nothing: fetch for the weight half, when the input half is over
                     handler.saved.expect(())
+                elif Action("I", stage, microbatch) in self._lookahead.actions and (
+                    passed := self._halves[stage].passed_over(handler.saved)
+                ):
+                    handler.saved.expect_reverse(passed)
                 self._look_ahead()
                 self.pump()
 
@@ -134,6 +138,7 @@ class ChunkTracker:
             action = Action(cast(Kind, kind), stage, microbatch)
             self._lookahead.advance(action)
             self._clock.start(action)
+            self.engine.hooks.input_half = kind == "I"
             if handler is not None and handler.begun:
                 if kind == "I":
                     self._leave_for_weight_half(handler)
@@ -151,21 +156,23 @@ class ChunkTracker:
         with self.engine.lock:
             handler = self._handlers.get(ChunkId(stage, microbatch))
             self._clock.stop(Action(cast(Kind, kind), stage, microbatch))
+            self.engine.hooks.input_half = False
             if handler is None or not handler.begun:
                 return
             halves = self._halves[stage]
             if kind != "B":
                 self.again.end()
             if kind == "I" and self._reads > 0:
-                halves.input_half_ended(handler.saved, self.engine.transfers)
+                halves.input_half_ended(handler.saved, self.engine.transfers, self._log)
+                self._log.clear()
             elif kind == "I":
                 halves.input_reads = False
                 handler.saved.expect_reverse()
             elif kind == "W":
-                halves.weight_half_ended(self._weight_log, handler.groups, self.again.left(handler.id))
+                halves.weight_half_ended(self._log, handler.groups, self.again.left(handler.id))
                 for place, group in enumerate(handler.groups):
                     group.left_bytes = self.again.left_bytes(handler.id, place)
-                self._weight_log.clear()
+                self._log.clear()
             self._backward = None
             self._look_ahead()
             self.pump()
@@ -334,7 +341,7 @@ class ChunkTracker:
         self._backward = handler
         self._kind = kind
         self._reads = 0
-        self._weight_log.clear()
+        self._log.clear()
         if handler not in self._backward_order:
             self._backward_order.append(handler)
         self._look_ahead()
@@ -349,8 +356,8 @@ class ChunkTracker:
             if handler is not self._backward:
                 self.reading(handler)
         self._reads += 1
-        if self._kind == "W":
-            self._weight_log.append(block)
+        if self._kind != "B":
+            self._log.append(block)
         if block.unread == 0:
             self._read_bytes += block.nbytes
             # less cannot have made room for a piece

@@ -143,6 +143,7 @@ def _scaled(unit: Unit, factor: float) -> Unit:
             nbytes=round(size.nbytes * factor),
             again_bytes=round(size.again_bytes * factor),
             left_bytes=round(size.left_bytes * factor),
+            passed_bytes=round(size.passed_bytes * factor),
             half_bytes=None if size.half_bytes is None else round(size.half_bytes * factor),
         )
     )

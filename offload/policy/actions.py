@@ -66,9 +66,10 @@ class GroupSize(NamedTuple):
     weight: its part of its chunk's compute, relative to the other groups; by bytes where no group has one.
     again_s: seconds that are computed once more where its region is read, beside the action's compute.
     again_bytes: what that makes, on the device until its region's compute ends.
-    half_bytes: what the W of a split backward reads of them, after the I has read all; None for all.
+    half_bytes: what the W of a split backward reads of them, after its I; None for all.
     left_bytes: of `again_bytes`, what the I leaves on the device for a W that then reads nothing of the
         region and computes nothing again.
+    passed_bytes: of `half_bytes`, what the I does not read; it comes back for the W alone.
     """
 
     name: str
@@ -79,6 +80,7 @@ class GroupSize(NamedTuple):
     again_bytes: int = 0
     half_bytes: int | None = None
     left_bytes: int = 0
+    passed_bytes: int = 0
 
     @property
     def w_bytes(self) -> int:
@@ -98,8 +100,8 @@ ChunkSizes = Mapping[ChunkKey, Sequence[GroupSize]]
 
 
 class Read(NamedTuple):
-    """One group read by one action. After the last read its bytes are free; an I reads what its W will read
-    again. after: the action of the chunk before this one. nbytes: what is read of the group."""
+    """One group read by one action. After the last read its bytes are free; an I reads most of what its W
+    will read again. after: the action of the chunk before this one. nbytes: what is read of the group."""
 
     action_index: int
     group: GroupKey
@@ -233,9 +235,9 @@ def require_times(actions: Sequence[Action], compute_s: Sequence[float]) -> None
 def reads_of(actions: Sequence[Action], sizes: ChunkSizes) -> tuple[Read, ...]:
     """Every read of the step, in order: B and I read a chunk from its last group to its first.
 
-    After an I its W reads again from the first group to the last, of each group its `w_bytes`. Without
-    an I before it, it is the whole reverse read (stage 0 of a zero-bubble schedule: leave the I that reads
-    nothing out of the list). Raises as `lives_of`, and for a chunk without sizes.
+    An I reads all but `passed_bytes`. After it its W reads from the first group to the last, of each group
+    its `w_bytes`. Without an I before it, it is the whole reverse read (stage 0 of a zero-bubble schedule:
+    leave the I that reads nothing out of the list). Raises as `lives_of`, and for a chunk without sizes.
     """
     lives = lives_of(actions)
     require_sizes(actions, sizes)
@@ -252,7 +254,8 @@ def reads_of(actions: Sequence[Action], sizes: ChunkSizes) -> tuple[Read, ...]:
         else:
             whole = action.kind != "I"
             reads += [
-                Read(at, key, whole or group.w_bytes == 0, forward, group.nbytes)
+                Read(at, key, whole or group.w_bytes == 0, forward, nbytes)
                 for key, group in reversed(groups)
+                if (nbytes := group.nbytes - (0 if whole else group.passed_bytes)) or not group.nbytes
             ]
     return tuple(reads)

@@ -23,11 +23,11 @@ go on otherwise; `peak_bytes` says so.
               first. It is fetched ahead again only in the chunk that the backward reads
     free      after the last read, at the end of the group's compute; if it was on its way out, when room is
               needed and the copy has ended
-    halves    an I reads all and its W `w_bytes` of each group. Of what was brought back, the I leaves on the
-              device what its W reads first, up to `half_room_bytes`; the rest is dropped without a copy, and
-              the W fetches only what it reads. A group that never left is whole until the W: the graph holds
-              it. Of what an I computes again `left_bytes` stay from the end of the region's compute to that
-              of the W
+    halves    an I reads all but `passed_bytes` of each group, and its W `w_bytes`. Of what was brought back,
+              the I leaves on the device what its W reads first, up to `half_room_bytes`, and brings back with
+              it what it passed; the rest is dropped without a copy, and the W fetches only what it reads. A
+              group that never left is whole until the W: the graph holds it. Of what an I computes again
+              `left_bytes` stay from the end of the region's compute to that of the W
 
 Compute is spread over an action's groups by their weights, or by their bytes where no group has one.
 """
@@ -193,7 +193,7 @@ class _Step:
         self._window_bytes = window_bytes
         self._half_room_bytes = half_room_bytes
         self._link = Link(rates)
-        self._reads = reads_of(actions, sizes)
+        self._reads = reads_of(actions, {chunk: self._with_left(own) for chunk, own in sizes.items()})
         # a group is a number, chunk by chunk: most of the time of a search is here
         self._first: dict[ChunkKey, int] = {}
         num_groups = 0
@@ -329,6 +329,14 @@ class _Step:
         return frozenset(
             key for key, end in enumerate(ends, self._first[chunk]) if end <= self._half_room_bytes
         )
+
+    def _with_left(self, groups: Sequence[GroupSize]) -> Sequence[GroupSize]:
+        """As their I brings them back: those that it leaves, whole."""
+        ends = accumulate(group.w_bytes for group in groups)
+        return [
+            group._replace(passed_bytes=0) if group.passed_bytes and end <= self._half_room_bytes else group
+            for group, end in zip(groups, ends, strict=True)
+        ]
 
     def _has_read(self, key: int, group: GroupSize, last: bool) -> None:
         """A read has ended."""

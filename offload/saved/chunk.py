@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from offload.ids import ChunkId, GroupId
@@ -124,10 +124,11 @@ class SavedChunk:
         for block in self.blocks:
             block.reread_soon = False
 
-    def expect_reverse(self) -> None:
+    def expect_reverse(self, passed: Collection[DeviceBlock] = (), after: Sequence[DeviceBlock] = ()) -> None:
         """The coming reads are the saves in reverse of their latest touch: a whole backward, or an input
-        half."""
-        self.coming.expect(sorted(self.living(), key=lambda block: -block.touch))
+        half. passed: what that half does not read. after: of these, what is fetched behind its reads."""
+        blocks = [block for block in self.living() if block not in passed]
+        self.coming.expect(sorted(blocks, key=lambda block: -block.touch), after)
 
     def expect(self, reads: Iterable[tuple[int, int]]) -> None:
         """The coming reads are these (group, slot) pairs, as an earlier microbatch was seen to read them;

@@ -27,6 +27,7 @@ from offload.saved.externals import ExternalStorages
 from offload.saved.filters import Verdict, is_parameter, is_plain, is_wrapper, judge, waited
 from offload.saved.handles import Handle, Passed, modified
 from offload.saved.store import TensorStore
+from offload.saved.unread import is_read
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import Once, speaker
 
@@ -253,6 +254,7 @@ class SavedTensorHooks:
         self.observers: list[PackObserver] = []
         # by storage: packs what is saved of a weight that is streamed. Also for what is saved in a backward
         self.streamed: dict[int, Callable[[torch.Tensor], LoadedAtRead | None]] = {}
+        self.input_half = False  # of a split backward runs: some of what torch unpacks only the W reads
         self._here = _Scopes()
         self._said = Once()
 
@@ -449,6 +451,13 @@ class SavedTensorHooks:
         if type(packed) is Handle:
             block, alias = packed.record.block, packed.probe
             with self._lock:
+                if (
+                    self.input_half
+                    and block.holders is None
+                    and block.capture is None
+                    and not is_read(packed, SavedTensorHooks)
+                ):
+                    return self._store.read(packed, passed=True)
                 if (
                     block.storages > 1
                     and 1 < block.unread < block.readers

@@ -54,6 +54,7 @@ GATHER_BELOW = 0.5
 
 _RESIDENT, _RELEASED = BlockState.RESIDENT, BlockState.RELEASED
 _SPILLING, _SPILLED = BlockState.SPILLING, BlockState.SPILLED
+_COME_BACK = BlockState.RESTORING, BlockState.RESTORED
 _sequence_nr = torch._C._autograd._get_sequence_nr
 
 
@@ -296,10 +297,11 @@ class TensorStore:
         self._transfers.resize(block, 0, packed_bytes)
 
     # -- reading ---------------------------------------------------------------------------------------------
-    def read(self, handle: Handle) -> torch.Tensor:
+    def read(self, handle: Handle, *, passed: bool = False) -> torch.Tensor:
         """The saved tensor, on the device, safe to read on the calling thread's compute lane. Blocks the
         host: never, but for bytes that are still on the disk.
 
+        passed: its node unpacks it and does not read it. It is counted, but not fetched, and given on meta.
         Raises StaleHandleError after the step has ended, RuntimeError if the tensor was modified in place
         after it was saved.
         """
@@ -321,6 +323,11 @@ class TensorStore:
             block.unread = block.readers
         handle.pass_no = block.pass_no
         block.unread -= 1
+        if passed and layout is not None:
+            if block.unread == 0 and not block.reread_soon and state in _COME_BACK:
+                self._transfers.ready(block)  # it was fetched for another reader
+                self._transfers.drop(block)
+            return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device="meta")
         if layout is None:
             # the alias itself is the handle's: an operator's kept output becomes a part of the recompute's
             # graph

@@ -52,13 +52,14 @@ class ComingReads:
     _reader: int = 0
     _fetched: int = 0
 
-    def expect(self, blocks: Sequence[DeviceBlock]) -> None:
-        """These will be read, in this order."""
+    def expect(self, blocks: Sequence[DeviceBlock], after: Sequence[DeviceBlock] = ()) -> None:
+        """These will be read, in this order, then those of `after` in the next pass."""
         self.known = True
-        self._blocks = blocks
+        self._blocks = [*blocks, *after]
         # a block that has been read to the end will be read in a new pass
         self._passes = [block.pass_no if block.unread > 0 else block.pass_no + 1 for block in blocks]
-        self._sizes = [0] * len(blocks)  # bytes counted in `ahead_bytes`
+        self._passes += [block.pass_no + 1 for block in after]
+        self._sizes = [0] * len(self._blocks)  # bytes counted in `ahead_bytes`
         self._reader = self._fetched = self.ahead_bytes = 0
 
     def look_back(self) -> None:

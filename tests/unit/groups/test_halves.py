@@ -3,6 +3,7 @@ for it, and what the plan knows of both. The halves are torch's own, as its zero
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,17 +23,17 @@ from tests.unit.groups.stack import ROWS, WIDTH, build_manager, installed
 
 LAYERS = 6
 SAVE = ROWS * WIDTH * 4
-"""Bytes of one save. A layer has two: what its linear reads, in both halves, and what its sine reads, in the
-I."""
+"""Bytes of one save. A layer has two: what its linear reads, in the W, and what its sine reads, in the I.
+With `shares` it has three, and the I reads all of them."""
 
 
 class Sines(nn.Module):
     """A linear and a sine a layer, each a group, or both in one."""
 
-    def __init__(self, layers: int = LAYERS) -> None:
+    def __init__(self, layers: int = LAYERS, *, shares: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
-        self.shares = False  # what the linear reads is saved by a product as well, for the I alone
+        self.shares = shares  # what the linear reads is saved by a product as well, for the I alone
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -122,13 +123,14 @@ def driven(
     steps: int = 1,
     whole: Sequence[int] = (),
     half_room: int | None = None,
+    shares: bool = False,
     look: Callable[[HalfDriver], None] = lambda driver: None,
     **config: Any,
 ) -> HalfDriver:
     """Steps of these actions whose gradients are bitwise those without offload. half_room: saves that a plan
     leaves between the halves. look: called before each step ends."""
     torch.manual_seed(0)
-    module = Sines()
+    module = Sines(shares=shares)
     with installed(None):
         expected = HalfDriver(module, None).step(text, whole)
     with installed(build_manager(piece_bytes=1, **config)) as manager:
@@ -151,30 +153,65 @@ W_LATER = "1F0 1F1 1I0 1I1 1W0 1W1"
 def test_the_input_half_leaves_what_the_weight_half_reads_first_as_far_as_there_is_room(
     room: int, left: int
 ) -> None:
-    # both saves come back for the I, and the linear's for the W; the first W was not foreseen
-    driver = driven(W_NEXT, max_restoring_bytes=room * SAVE)
-    assert driver.restored == 3 * LAYERS + 3 * LAYERS - left
+    # all three saves come back for the I, and the linear's for the W; the first W was not foreseen
+    driver = driven(W_NEXT, shares=True, max_restoring_bytes=room * SAVE)
+    assert driver.restored == 4 * LAYERS + 4 * LAYERS - left
     # then it was, and by plan the last layer of chunk 0 stays
-    driver = driven(W_NEXT, steps=2, max_restoring_bytes=room * SAVE)
-    assert driver.restored == 3 * (LAYERS - 1) - min(left, LAYERS - 1) + 3 * LAYERS - left
+    driver = driven(W_NEXT, shares=True, steps=2, max_restoring_bytes=room * SAVE)
+    assert driver.restored == 4 * (LAYERS - 1) - min(left, LAYERS - 1) + 4 * LAYERS - left
 
 
+@pytest.mark.parametrize(("shares", "reads"), [(True, 4), (False, 2)])
 @pytest.mark.parametrize("room", [0, 2, 100])
-def test_for_a_weight_half_that_comes_later_what_it_reads_is_fetched_and_nothing_else(room: int) -> None:
-    driver = driven(W_LATER, steps=2, max_restoring_bytes=room * SAVE)
-    assert driver.restored == 3 * (LAYERS - 1) + 3 * LAYERS
+def test_for_a_weight_half_that_comes_later_what_it_reads_is_fetched_and_nothing_else(
+    room: int, shares: bool, reads: int
+) -> None:
+    driver = driven(W_LATER, shares=shares, steps=2, max_restoring_bytes=room * SAVE)
+    assert driver.restored == reads * (LAYERS - 1) + reads * LAYERS
 
 
 def test_a_plan_may_leave_something_for_a_weight_half_that_comes_later() -> None:
-    driver = driven(W_LATER, steps=2, half_room=2, max_restoring_bytes=0)
-    assert driver.restored == 3 * (LAYERS - 1) - 2 + 3 * LAYERS - 2
+    driver = driven(W_LATER, shares=True, steps=2, half_room=2, max_restoring_bytes=0)
+    assert driver.restored == 4 * (LAYERS - 1) - 2 + 4 * LAYERS - 2
+
+
+@pytest.mark.parametrize(
+    ("text", "room", "by_kind"),
+    [
+        (W_NEXT, 0, {"I": 2 * LAYERS - 1, "W": 2 * LAYERS - 1}),
+        (W_LATER, 0, {"I": 2 * LAYERS - 1, "W": 2 * LAYERS - 1}),
+        (W_NEXT, 100, {"F": 2 * LAYERS - 1, "I": 2 * LAYERS - 1}),  # ahead, the W's behind the I's own
+    ],
+)
+def test_an_input_half_brings_back_nothing_that_only_the_weight_half_reads(
+    text: str, room: int, by_kind: dict[str, int]
+) -> None:
+    """What each linear reads came back for the I, which unpacks it and computes nothing from it, and again
+    for the W."""
+    came: Counter[str] = Counter()
+
+    class Counting(HalfDriver):
+        def _run(self, action: Action, whole: bool) -> None:
+            assert self.manager is not None
+            counts = self.manager.engine.transfers.counts
+            before = counts.restored
+            super()._run(action, whole)
+            came[action.kind] += counts.restored - before
+
+    torch.manual_seed(0)
+    with installed(build_manager(piece_bytes=1, max_restoring_bytes=room * SAVE)) as manager:
+        driver = Counting(Sines(), manager)
+        driver.step(text)
+        came.clear()
+        driver.step(text)
+    assert +came == by_kind
 
 
 def test_a_weight_half_that_reads_more_than_was_seen_gets_it() -> None:
     """The linears' inputs stay for chunk 2's W, which then is a whole backward."""
     text = "1F0 1F1 1F2 1I0 1W0 1I1 1W1 1I2 1W2"
     driver = driven(text, whole=[2], max_restoring_bytes=100 * SAVE)
-    # of chunk 2 the I brings all, and the W the sines' again; of chunk 0 the W was not foreseen
+    # of chunk 2 the W brings the sines' again; of chunk 0 the W was not foreseen
     assert driver.restored == 3 * LAYERS + 2 * LAYERS + 3 * LAYERS
 
 
@@ -182,8 +219,7 @@ def test_the_weight_half_gives_the_device_back_what_it_has_read() -> None:
     """A tensor of two readers, of which the W runs one: the other's node lives until the W has ended, and so
     does its handle. A W that waited for both readers piled up all that it read."""
     torch.manual_seed(0)
-    module = Sines()
-    module.shares = True
+    module = Sines(shares=True)
     most = [0, 0]
     with installed(build_manager(piece_bytes=1, max_restoring_bytes=0)) as manager:
         assert manager is not None
@@ -222,7 +258,8 @@ def test_what_was_kept_on_its_way_out_goes_after_the_input_half_but_for_what_the
     both = 2 * LAYERS
     # no W was seen; the last sine's node is dead, and its copy is still on its way
     assert stayed[:2] == [("1F0", both, 0), ("1I0", both - 1, 1)]
-    assert [entry[1:] for entry in stayed[3:5]] == [(both, both), (LAYERS, both + LAYERS)]
+    # of what is on its way out the I keeps the sines', and the W the linears'
+    assert [entry[1:] for entry in stayed[3:5]] == [(LAYERS, both + LAYERS)] * 2
 
 
 def test_torch_holds_what_the_input_half_read_until_the_weight_half_has_read_a_part_of_it() -> None:
@@ -274,6 +311,7 @@ def test_the_plan_counts_for_a_weight_half_what_it_was_seen_to_read() -> None:
     driven(W_NEXT, look=look)
     known, sizes = seen[0].schedule()
     assert " ".join(map(str, known)) == W_NEXT
+    assert {size.passed_bytes for own in sizes.values() for size in own} == {SAVE}
     assert all(own == [("layer", 2 * SAVE, SAVE)] * LAYERS for own in map(numbers, sizes.values()))
     groups = seen[0].chunks[0].groups
     cut = [unit.size for unit in cut_into_units(groups, SAVE)]

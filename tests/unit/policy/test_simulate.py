@@ -200,19 +200,27 @@ SPLIT = {(1, 0): [GroupSize(name, 10, half_bytes=half) for name, half in (("a", 
 
 
 @pytest.mark.parametrize(
-    ("half_room", "restored"),
+    ("half_room", "passed", "restored"),
     [
         # all three leave under a limit of one. I: c is still here, b and a come back. W: all of a, 4 of c
-        (0, 20 + 14),
-        (9, 20 + 14),
-        (10, 20 + 4),  # a stays from the I to the W
-        (14, 20 + 4),  # c never came back in the I: it made room for b
+        (0, 0, 20 + 14),
+        (9, 0, 20 + 14),
+        (10, 0, 20 + 4),  # a stays from the I to the W
+        (14, 0, 20 + 4),  # c never came back in the I: it made room for b
+        # so much of a the I does not read
+        (0, 6, 14 + 14),
+        (0, 10, 10 + 14),
+        (10, 6, 20 + 4),
+        (10, 10, 20 + 4),
     ],
 )
-def test_a_weight_half_fetches_what_it_reads_and_was_not_left_there(half_room: int, restored: int) -> None:
+def test_a_weight_half_fetches_what_it_reads_and_was_not_left_there(
+    half_room: int, passed: int, restored: int
+) -> None:
+    a, *others = SPLIT[1, 0]
     result = simulate(
         order("1F0 1I0 1W0"),
-        SPLIT,
+        {(1, 0): [a._replace(passed_bytes=passed), *others]},
         [3.0, 3.0, 1.4],
         TEN,
         limit_bytes=10,
