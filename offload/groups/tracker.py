@@ -138,7 +138,7 @@ class ChunkTracker:
             action = Action(cast(Kind, kind), stage, microbatch)
             self._lookahead.advance(action)
             self._clock.start(action)
-            self.engine.hooks.input_half = kind == "I"
+            self.engine.hooks.input_half, self.engine.hooks.passed = kind == "I", 0
             if handler is not None and handler.begun:
                 if kind == "I":
                     self._leave_for_weight_half(handler)
@@ -162,7 +162,7 @@ class ChunkTracker:
             halves = self._halves[stage]
             if kind != "B":
                 self.again.end()
-            if kind == "I" and self._reads > 0:
+            if kind == "I" and self._reads + self.engine.hooks.passed > 0:
                 halves.input_half_ended(handler.saved, self.engine.transfers, self._log)
                 self._log.clear()
             elif kind == "I":

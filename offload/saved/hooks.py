@@ -255,6 +255,7 @@ class SavedTensorHooks:
         # by storage: packs what is saved of a weight that is streamed. Also for what is saved in a backward
         self.streamed: dict[int, Callable[[torch.Tensor], LoadedAtRead | None]] = {}
         self.input_half = False  # of a split backward runs: some of what torch unpacks only the W reads
+        self.passed = 0  # of such, since whoever sets `input_half` has set this
         self._here = _Scopes()
         self._said = Once()
 
@@ -457,6 +458,7 @@ class SavedTensorHooks:
                     and block.capture is None
                     and not is_read(packed, SavedTensorHooks)
                 ):
+                    self.passed += 1
                     return self._store.read(packed, passed=True)
                 if (
                     block.storages > 1

@@ -34,12 +34,13 @@ class Sines(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
         self.shares = shares  # what the linear reads is saved by a product as well, for the I alone
+        self.ends = False  # with its linears
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = group_start(x, "layer")
             with offload_hooks():
-                y = layer(x).sin()
+                y = layer(x) if self.ends else layer(x).sin()
                 x = x * y if self.shares else y
                 del y
             x = group_commit(x, "layer")
@@ -341,3 +342,19 @@ def test_an_input_half_that_reads_nothing_is_no_action_of_the_plan() -> None:
             assert " ".join(map(str, known)) == "0F0 0W0"
             assert [size.half_bytes for size in sizes[0, 0]] == [None, None]
             manager.step_end()
+
+
+def test_an_input_half_of_products_alone_is_one() -> None:
+    """A head's, say: its W alone reads what it saved."""
+    module = Sines(1)
+    module.ends = True
+    seen: list[SeenStep] = []
+    with installed(build_manager(piece_bytes=1)) as manager:
+        assert manager is not None
+        driver = HalfDriver(module, manager, lambda driver: seen.append(manager._seen(None)))
+        for _ in range(2):
+            driver.step(W_NEXT)
+    assert driver.restored <= 2
+    known, sizes = seen[0].schedule()
+    assert " ".join(map(str, known)) == W_NEXT
+    assert [(size.nbytes, size.w_bytes, size.passed_bytes) for size in sizes[1, 0]] == [(SAVE, SAVE, SAVE)]
