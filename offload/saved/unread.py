@@ -6,6 +6,8 @@ One invariant: in doubt a save is read. What is not read may be given on meta, w
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ _READ_FOR = {
 }
 """torch's nodes that read each operand for one gradient alone: the place of that one."""
 
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+
 
 def is_read(packed: object, unpacks: type) -> bool:
     """False where torch itself unpacks it, for a node that computes no gradient from it in this backward.
@@ -29,8 +33,18 @@ def is_read(packed: object, unpacks: type) -> bool:
         saved = getattr(node, name)
         if saved.data is packed and type(getattr(saved.unpack_hook, "__self__", None)) is unpacks:
             before = node.next_functions[place][0]
+            if not _asked_by_engine():
+                return True
             try:
                 return before is not None and torch._C._will_engine_execute_node(before)
             except RuntimeError:  # a leaf whose gradient is asked for
                 return True
     return True
+
+
+def _asked_by_engine() -> bool:
+    """False where Python code does that runs for the node: a hook that looks at its node's saves."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("offload."):
+        frame = frame.f_back
+    return frame is None or frame.f_code is _RUN_BACKWARD  # none on a thread of autograd's own

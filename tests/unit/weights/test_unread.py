@@ -20,6 +20,17 @@ from tests.unit.weights.streamed import ROWS, WIDTH, Pair, streamed
 ENDS = torch.tensor([2, ROWS], dtype=torch.int32)
 """Of the rows of a grouped product's two groups."""
 
+
+def _seen_by_a_hook(x: Tensor, weight: Tensor) -> Tensor:
+    def hook(gradient: Tensor) -> Tensor:
+        node = torch._C._current_autograd_node()
+        return gradient + node._saved_self.mean() + node._saved_mat2.mean()  # type: ignore[union-attr]
+
+    y = x @ weight
+    y.register_hook(hook)
+    return y
+
+
 USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear": functional.linear,
     "with a bias": lambda x, w: functional.linear(x, w, x.new_ones(WIDTH)),
@@ -33,12 +44,13 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "detached": lambda x, w: x @ (w.detach() @ w.t()),
     "twice": lambda x, w: functional.linear(functional.linear(x, w).relu(), w),
     "back": lambda x, w: x @ w @ w.t(),
+    "seen by a hook": _seen_by_a_hook,
     "convolution": lambda x, w: functional.conv1d(x[..., None], w[..., None])[..., 0],
 }
 """Of the weight of a block."""
 
-READ = {"of itself", "detached", "twice", "back", "convolution"}
-"""By the weight's own gradient; or torch's node hands it to a kernel."""
+READ = {"of itself", "detached", "twice", "back", "seen by a hook", "convolution"}
+"""By the weight's own gradient, or the user's hook; or torch's node hands it to a kernel."""
 
 
 class Block(nn.Module):
