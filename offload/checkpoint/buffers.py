@@ -46,7 +46,7 @@ class BuffersBefore:
             for name, tensor in owner._buffers.items():
                 if tensor is None:
                     continue
-                if tensor.nbytes > _SMALL_BYTES:
+                if tensor.numel() * tensor.element_size() > _SMALL_BYTES:
                     self._large.append((owner, name, tensor, _version(tensor)))
                     if _writes.get(owner, {}).get((name, owner.training)) is False:
                         continue

@@ -79,6 +79,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     for dim, stride in enumerate(strides):
         if stride == 0:
             tensor = tensor.narrow(dim, 0, 1)
-    flat = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim])).contiguous().view(-1)
-    data = flat.view(torch.uint8)
+    flat = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim])).contiguous()
+    data = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # one element has any stride
     return data.clone() if data.data_ptr() % 8 or data.storage_offset() % 8 else data

@@ -78,7 +78,9 @@ def choose(
             )
     places = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     tensors, plain = (*model.parameters(), *model.buffers()), (nn.Parameter, nn.Buffer, Tensor)
-    storages = Counter(t.untyped_storage()._cdata for t in tensors if type(t) in plain)
+    storages = Counter(
+        t.untyped_storage()._cdata for t in tensors if type(t) in plain and t.layout is torch.strided
+    )
     choice, inside = Choice(), set[int]()
     least = 1 if every else LEAST_NUMEL
     for name, block in blocks.items():

@@ -154,6 +154,7 @@ def test_a_block_in_evaluation_and_in_training_has_the_buffers_that_each_writes(
 def test_of_large_buffers_that_no_forward_writes_no_clone_is_kept(manager: Manager) -> None:
     block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     block.register_buffer("mask", torch.ones(1 << 15))
+    block.register_buffer("links", torch.eye(WIDTH).to_sparse())
     everything = {id(buffer) for buffer in block.buffers()}
     before = BuffersBefore(list(block.modules()))
     assert before.clones.keys() == everything

@@ -92,6 +92,7 @@ def test_views_count_the_elements_that_they_show() -> None:
     assert not same(base[:, 1:3], base[:, 2:4])
     assert same(base.t(), base.t().clone())
     assert checksum(base[:1].expand(1 << 30, 6)) is not None  # expanded: no bytes of its own
+    assert same(base[0, 0].expand(8, 6), base[:1, :1].clone())
 
 
 def test_what_has_no_bits_has_no_sum() -> None:

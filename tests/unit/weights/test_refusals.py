@@ -202,6 +202,7 @@ def test_tied_and_shared_weights_adapters_and_small_ones_are_resident_and_said()
     layers[3].down.weight = layers[2].down.weight  # a parameter of two modules
     model.head.weight = nn.Parameter(layers[4].up.weight.data[:3])  # another one in the same memory
     layers[5].up.lora_A = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+    layers[5].register_buffer("links", torch.eye(3).to_sparse(), False)  # of no storage
     with streamed(model) as pair:
         figures = pair.handle.weights
         assert figures is not None
