@@ -58,7 +58,7 @@ def test_peaks_are_the_devices_and_a_limit_excludes_what_is_above_it() -> None:
 
 
 def compared_on(rank: int, world: int, device: str) -> tuple[list[tuple[str, str]], dict[str, Any], bool]:
-    """Of replicas: each mode and why it is no answer, the best, and whether every weight is as it was."""
+    """What replicas find: each mode and why it is none, the best, and whether each weight is as it was."""
     torch.manual_seed(0)
     model = nn.Sequential(
         *(

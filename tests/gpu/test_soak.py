@@ -26,8 +26,8 @@ MIB = 1 << 20
 STEPS = {"windows": 1000, "device limit": 500}
 SETTLED = 100
 """Steps, after which nothing may grow: two periods."""
-RESIDENT_SLACK = 8 * MIB
-"""Of 1,000 steps: 8 KiB a step. What CUDA and the C allocator keep moves by less; one small tensor a step,
+RESIDENT_SLACK = 4 * MIB
+"""Of 1,000 steps: 4 KiB a step. What CUDA and the C allocator keep moves by less; one small tensor a step,
 lost, is more."""
 
 TOKENS = 512

@@ -50,7 +50,7 @@ COMBINATIONS: dict[str, tuple[str, ...]] = {
     "all": GROUP_NAMES,
 }
 STAGED = ["1f1b"] + ["interleavedzerobubble", "zbv"] * (torch.__version__ >= (2, 13))
-"""Schedules: torch 2.11 and 2.12 lose autograd.Functions in a split backward."""
+"""Schedules that this torch runs: 2.11 and 2.12 lose autograd.Functions in a split backward."""
 MODES: dict[str, dict[str, Any]] = {
     **{name: {"offload_modules": names} for name, names in COMBINATIONS.items()},
     **{name: {"experts_mode": name} for name in ("save_on_cpu", "checkpoint", "both")},

@@ -405,9 +405,7 @@ class Own(AdamW):
 
 @pytest.mark.req("S3-44")
 @pytest.mark.parametrize("options", [*PLACES, {"offload_fraction": 1.0, "cpu_optimizer_cls": Own}])
-def test_a_closure_is_evaluated_once_a_step(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closure_is_evaluated_once_a_step(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     optimizer = hybrid(model, **options)
     calls: list[int] = []

@@ -19,13 +19,13 @@ def test_w4_has_as_many_parameters_as_the_stack_that_is_built() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == TINY.parameters
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name.startswith(("ours", "gpu"))])
-def test_every_row_of_ours_runs_and_reports_what_the_table_prints(optimizer: str) -> None:
-    """In bfloat16; the tiny run below is in float32."""
+def test_every_row_of_ours_runs_and_reports_what_the_table_prints(optimizer: str, dtype: str) -> None:
     for kind in ("alone", "training"):
         result = run(
             OptimRequest(
-                kind=kind, optimizer=optimizer, dtype="bfloat16", tiny=True, steps=2, warmup=1, microbatches=2
+                kind=kind, optimizer=optimizer, dtype=dtype, tiny=True, steps=2, warmup=1, microbatches=2
             )
         )
         assert result["status"] == "ok", result.get("traceback")
