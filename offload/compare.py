@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from inspect import signature
 from typing import Any, Self
@@ -206,12 +206,10 @@ def _compared(
                 row = _tried(ranks, model, step, arguments, seconds)
             finally:
                 _clear(engine, config, put_back)
-            row = _agreed(row, ranks.tell(_shallow(row)))
+            row = _agreed(row, ranks.tell(vars(row)))
             over = within_bytes is not None and row.peak_bytes > within_bytes
             if over and not row.why_not:
-                row = Compared(
-                    **{**_shallow(row), "why_not": f"its peak is above {bytes_text(within_bytes or 0)}"}
-                )
+                row = replace(row, why_not=f"its peak is above {bytes_text(within_bytes or 0)}")
             rows.append(row)
     is_simulated = engine.device.torch_device.type != "cuda"
     link = "on the simulated device: times say nothing of a GPU, and a peak is of saved tensors alone"
@@ -227,10 +225,6 @@ def _modes(within_bytes: int | None) -> list[dict[str, Any]]:
         {"mode": "auto", **total},
         {"mode": "hidden_states", "weights": "host"},
     ]
-
-
-def _shallow(row: Compared) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in row.__dataclass_fields__}
 
 
 def _tried(

@@ -176,7 +176,7 @@ def timed_plans(
         for least_bytes in (piece_bytes, whole_bytes)
     ]
     for units in cuts if cuts[0] != cuts[1] else cuts[:1]:
-        chosen, plan = _search(units, actions, compute_s, rates, limit_bytes, start)
+        chosen, plan = timed_plan(units, actions, compute_s, rates, limit_bytes, start)
         if all(plan != other for _, other in found):
             found.append((chosen, plan))
     fitting = [pair for pair in found if pair[0].fits]
@@ -199,20 +199,9 @@ def timed_plan(
     rates: Rates,
     limit_bytes: int,
     start: Amounts | None = None,
-) -> TimedPlan:
+) -> tuple[Plan, TimedPlan]:
     """The plan with the shortest simulated step by these units; the one with the lowest peak where none keeps
     within the limit. start: as of `choose_keeps`."""
-    return _search(units, actions, compute_s, rates, limit_bytes, start)[1]
-
-
-def _search(
-    units: Mapping[ChunkKey, Sequence[Unit]],
-    actions: Sequence[Action],
-    compute_s: Sequence[float],
-    rates: Rates,
-    limit_bytes: int,
-    start: Amounts | None,
-) -> tuple[Plan, TimedPlan]:
     sizes = {chunk: [unit.size for unit in own] for chunk, own in units.items()}
     num_units = sum(map(len, sizes.values()))
     most = trials_for(num_units)

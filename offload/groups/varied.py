@@ -110,7 +110,7 @@ class VariedSteps:
                 seconds * factors[action.chunk]
                 for action, seconds in zip(longest.actions, longest.compute_s, strict=True)
             ]
-            plan = timed_plan(units, longest.actions, compute_s, rates, limit_bytes, start)
+            _, plan = timed_plan(units, longest.actions, compute_s, rates, limit_bytes, start)
             planned = self._planned = _Planned(
                 plan, limit_bytes, self.lengths.typical(), len(longest.actions)
             )

@@ -30,7 +30,7 @@ from offload.policy.levels import (
 from offload.policy.menu import Block, Host
 from offload.policy.mixed_bound import action_seconds, host_seconds
 from offload.policy.mixed_program import ChunkBlocks
-from offload.policy.simulate import Simulation, simulate_within
+from offload.policy.simulate import Simulation, simulate
 
 __all__ = ["MixedSearch", "MixtureProblem", "State", "Trial"]
 
@@ -262,9 +262,7 @@ class MixedSearch:
         self.num_trials += 1
         self._rest()
         here = self._here
-        result = simulate_within(
-            # what differs by rounding alone is equal
-            here.score[1] * (1 + 1e-6) if here is not None and here.score[0] == 0 else self._most_s,
+        result = simulate(
             problem.actions,
             sizes,
             self._compute_s,
@@ -273,6 +271,8 @@ class MixedSearch:
             keeps=keeps,
             restoring_room_bytes=room,
             half_room_bytes=half_room,
+            # what differs by rounding alone is equal
+            most_s=here.score[1] * (1 + 1e-6) if here is not None and here.score[0] == 0 else self._most_s,
         )
         if result is None:
             return False

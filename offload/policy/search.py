@@ -225,6 +225,7 @@ class _Search:
             restoring_room_bytes=trial[1],
             half_room_bytes=trial[2],
         )
+        assert result is not None  # it may take any time
         over_bytes = max(0, result.peak_bytes - self._limit_bytes)
         # what differs by rounding alone is equal
         score = (over_bytes, float(f"{result.step_s:.7g}"), result.moved_bytes)

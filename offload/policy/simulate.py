@@ -52,7 +52,7 @@ from offload.policy.actions import (
 )
 from offload.policy.link_model import D2H, H2D, Link
 
-__all__ = ["Simulation", "simulate", "simulate_within"]
+__all__ = ["Simulation", "simulate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,34 +96,7 @@ def simulate(
     keeps: Keeps,
     restoring_room_bytes: int,
     half_room_bytes: int = 0,
-) -> Simulation:
-    """Play one step. Arguments as of `simulate_within`."""
-    found = simulate_within(
-        float("inf"),
-        actions,
-        sizes,
-        compute_s,
-        rates,
-        limit_bytes=limit_bytes,
-        keeps=keeps,
-        restoring_room_bytes=restoring_room_bytes,
-        half_room_bytes=half_room_bytes,
-    )
-    assert found is not None
-    return found
-
-
-def simulate_within(
-    most_s: float,
-    actions: Sequence[Action],
-    sizes: ChunkSizes,
-    compute_s: Sequence[float],
-    rates: Rates,
-    *,
-    limit_bytes: int,
-    keeps: Keeps,
-    restoring_room_bytes: int,
-    half_room_bytes: int = 0,
+    most_s: float = float("inf"),
 ) -> Simulation | None:
     """Play one step; None as soon as it is seen to take longer than `most_s` seconds.
 

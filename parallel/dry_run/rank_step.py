@@ -147,6 +147,7 @@ class RankStep:
             restoring_room_bytes=plan.restoring_room_bytes,
             half_room_bytes=plan.half_room_bytes,
         )
+        assert result is not None  # it may take any time
         starts = (0.0, *result.ends_s)
         working = [
             self._working_bytes(action, plan.levels[action.chunk], moves=result.moved_bytes > 0)

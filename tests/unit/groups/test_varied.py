@@ -16,7 +16,7 @@ from offload.groups.step_planner import StepPlanner
 from offload.groups.timed import TimedPlan
 from offload.ids import ChunkId
 from offload.policy.actions import Action, GroupKey, GroupSize, Rates, one_f_one_b
-from offload.policy.search import choose_keeps
+from offload.policy.search import Plan, choose_keeps
 from offload.policy.simulate import simulate
 
 KIB = 1024
@@ -130,14 +130,14 @@ def test_a_plan_by_position_is_near_hindsight_in_every_step_and_within_the_limit
 def test_searches_are_few_and_a_chunk_beyond_the_plan_follows_the_one_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    planned: list[TimedPlan] = []
+    planned: list[tuple[Plan, TimedPlan]] = []
     search = varied.timed_plan
     monkeypatch.setattr(varied, "timed_plan", lambda *given: planned.append(search(*given)) or planned[-1])
     draws, steps = random.Random(5), Steps()
     for _ in range(20):
         steps.run(drawn(draws))
     assert 1 <= len(planned) <= 5
-    assert len(planned[-1].parts) == 8
+    assert len(planned[-1][1].parts) == 8
     steps.run([*drawn(draws)[:6], 6, 6, 6, 6])
     last = steps.chunks[7]
     assert (steps.chunks[9].stays, steps.chunks[9].stays_from) == (last.stays, last.stays_from)
