@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Literal
 
+from torch.distributed.pipelining import schedules
+
 from offload.pipelining import Action
 
 from .dry_run.simulate import Message
 from .order import actions_of
 from .schedules import check_counts, schedule_named, stages_of
 
-__all__ = ["messages_of", "orders_of"]
+__all__ = ["has_one_line", "messages_of", "orders_of"]
 
 
 def orders_of(
@@ -52,6 +54,12 @@ def messages_of(
                 own.setdefault(place, []).append(Message(kind, maker, action.microbatch_index))
         found.append(own)
     return tuple(found)
+
+
+def has_one_line() -> bool:
+    """Whether this torch sends each message of a schedule as a batch, and so all of a rank on one stream of
+    NCCL. 2.11 does, 2.12 does not any more (pytorch/pytorch#175225)."""
+    return "isend" not in schedules._batch_p2p.__code__.co_names
 
 
 def _runs(kind: str, stage: int) -> bool:

@@ -30,7 +30,7 @@ from .dry_run.models import KNOWN, ModelShape, known_model, model_from_config
 from .dry_run.rank_step import MODES
 from .dry_run.rates import GPUS, Gpu, gpu_named
 from .dry_run.reference import Cut
-from .orders import messages_of, orders_of
+from .orders import has_one_line, messages_of, orders_of
 from .schedules import SCHEDULES
 
 GB = 1e9
@@ -138,6 +138,7 @@ def _job(given: argparse.Namespace) -> Job:
         cut=Cut(sequence=given.sequence, batch=given.batch, tp=given.tp, ep=given.ep),
         orders=orders_of(given.schedule, **counts),
         messages=messages_of(given.schedule, **counts),
+        one_line=has_one_line(),
         dp=given.dp,
         zero=given.zero,
         gradient_bytes=given.gradient_bytes,

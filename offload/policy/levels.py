@@ -51,7 +51,7 @@ def groups_at(
         num_leaving -= leaves
         # a recomputed block's W recomputes again, from all that it saved, if nothing was left for it
         w_bytes = (0 if leaves else level.saved_bytes) if at else block.w_bytes
-        left_bytes = block.w_bytes if leaves else 0
+        left_bytes, passed_bytes = block.w_bytes if leaves else 0, 0 if at else block.passed_bytes
         groups += [
             GroupSize(
                 level.name,
@@ -62,6 +62,7 @@ def groups_at(
                 again_bytes=_between(level.made_again_bytes, start, end),
                 half_bytes=min(_between(w_bytes, start, end), _between(level.saved_bytes, start, end)),
                 left_bytes=_between(left_bytes, start, end),
+                passed_bytes=min(_between(passed_bytes, start, end), _between(w_bytes, start, end)),
             )
             for start, end in pairwise(ends)
         ]

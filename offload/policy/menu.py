@@ -51,6 +51,8 @@ class Block:
     """Of `backward_s`, what the W of a split backward takes; its I takes the rest."""
     w_reads: float = 1.0
     """Of what the plain block saves, what that W reads again."""
+    i_passes: float = 0.0
+    """Of it, what that W alone reads."""
     host_s: float = 0.0
     """Host seconds of the plain block, forward and backward together."""
 
@@ -58,17 +60,22 @@ class Block:
         if not self.menu:
             raise ValueError("the menu of a block has no level; give it the plain one at least")
         least = min(self.forward_s, self.backward_s, self.host_s, *(min(level[1:]) for level in self.menu))
-        parts = (self.weight_part, self.w_reads)
+        parts = (self.weight_part, self.w_reads, self.i_passes)
         if least < 0 or not all(0.0 <= part <= 1.0 for part in parts):
             raise ValueError(
-                f"a block has {least} seconds or bytes, and {parts} as weight_part and w_reads; give 0 or "
-                "more, and parts in 0..1"
+                f"a block has {least} seconds or bytes, and {parts} as weight_part, w_reads and i_passes; "
+                "give 0 or more, and parts in 0..1"
             )
 
     @property
     def w_bytes(self) -> int:
         """What the W of a split backward reads of the plain block."""
         return round(self.menu[0].saved_bytes * self.w_reads)
+
+    @property
+    def passed_bytes(self) -> int:
+        """Of these, what the I does not read."""
+        return min(self.w_bytes, round(self.menu[0].saved_bytes * self.i_passes))
 
     def scaled(self, factor: float) -> Block:
         """The block of a chunk with `factor` times as many tokens, whose bytes and device seconds grow with

@@ -48,6 +48,8 @@ class Piece:
     `backward_s`."""
     weight_bytes: int
     """Saved bytes that this W reads."""
+    passed_bytes: int
+    """Of these, bytes that the I does not read."""
     held_bytes: int
     """Gradients that torch keeps from the I to the W."""
     forward_host_s: float
@@ -132,6 +134,7 @@ def piece_of(
         input_s=by_input,
         weight_s=by_weight,
         weight_bytes=0 if halves is None else halves.read_bytes,
+        passed_bytes=0 if halves is None else halves.passed_bytes,
         held_bytes=0 if halves is None else halves.held_bytes,
         forward_host_s=forward_host_s,
         backward_host_s=backward_host_s,

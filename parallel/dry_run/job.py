@@ -38,6 +38,8 @@ class Job:
     """What each rank of the pipeline computes in one step."""
     messages: Messages | None = None
     """When each rank comes to which message; None for a schedule that sends when an action has ended."""
+    one_line: bool = False
+    """All messages of a rank wait for one another, not only those with the same rank."""
     dp: int = 1
     zero: int = 1
     """1: optimizer state is cut over the replicas; 0: each holds all."""

@@ -282,6 +282,7 @@ def _block(piece: Piece, mode: Mode) -> Block:
         backward_s=piece.backward_s,
         weight_part=piece.weight_s / (piece.input_s + piece.weight_s) if piece.weight_s else 0.5,
         w_reads=min(1.0, piece.weight_bytes / piece.saved_bytes) if piece.weight_bytes else 1.0,
+        i_passes=piece.passed_bytes / piece.saved_bytes if piece.passed_bytes else 0.0,
         host_s=piece.forward_host_s + piece.backward_host_s,
     )
 

@@ -9,8 +9,9 @@ either rank.
 
 A schedule without a runtime (1F1B, GPipe) sends when an action has ended. torch's runtime lists its messages
 between the actions: each of the two ranks comes to a message when it has ended the actions before it and the
-messages before it with the same rank, and it begins when both have. So one that is not ready holds up those
-behind it (torch's own note on `_batch_p2p` has it: head of line).
+messages before it on the same line, and it begins when both have. So one that is not ready holds up those
+behind it (torch's own note on `_batch_p2p` has it: head of line). A line is a pair of ranks or, where torch
+sends each message as a batch, all that a rank sends and receives: NCCL has one stream for batches.
 """
 
 from __future__ import annotations
@@ -74,9 +75,11 @@ def play_pipeline(
     *,
     send_s: Mapping[tuple[int, int], float],
     messages: Messages | None = None,
+    one_line: bool = False,
 ) -> tuple[RankTimes, ...]:
     """orders, seconds: by rank, each action with its time. send_s: from rank to rank, where stages of both
-    are neighbours; within a rank nothing is sent. messages: None for a schedule without a runtime.
+    are neighbours; within a rank nothing is sent. messages: None for a schedule without a runtime. one_line:
+    for all messages of a rank.
 
     Raises ValueError where the orders wait for one another for ever, or an action is missing.
     """
@@ -87,7 +90,7 @@ def play_pipeline(
     ends: dict[tuple[str, ChunkKey], float] = {}
     played: list[list[Played]] = [[] for _ in ranks]
     free_s = [0.0 for _ in ranks]
-    lines = _Lines(rank_of, send_s, messages)
+    lines = _Lines(rank_of, send_s, messages, one_line)
     ready = list(ranks)
     while ready:
         rank = ready.pop()
@@ -133,20 +136,22 @@ def play_pipeline(
 
 
 class _Lines:
-    """The messages between ranks: a line for each pair of ranks, in which those of both directions go one
-    after the other."""
+    """The messages between ranks: those of both directions go one after the other in the line of each pair
+    of ranks, or of each rank."""
 
     def __init__(
         self,
         rank_of: Mapping[int, int],
         send_s: Mapping[tuple[int, int], float],
         messages: Messages | None,
+        one_line: bool,
     ) -> None:
         self._rank_of, self._send_s, self._messages = rank_of, send_s, messages
+        self._one_line = one_line
         self._come_to = [0] * (0 if messages is None else len(messages))  # actions, so far
-        # by rank and other rank, what the rank has come to and since when
+        # by rank and line, what the rank has come to and since when
         self._waiting: dict[tuple[int, int], deque[tuple[Message, float]]] = {}
-        self._free_s: dict[frozenset[int], float] = {}
+        self._free_s: dict[tuple[int, int], float] = {}
         self._arrived: dict[Message, float] = {}
 
     def come_to(self, rank: int, at: int, now_s: float) -> list[int]:
@@ -158,7 +163,7 @@ class _Lines:
             for message in self._messages[rank].get(place, ()):
                 ends = self._ends_of(message)
                 other = ends[0] if ends[1] == rank else ends[1]
-                self._waiting.setdefault((rank, other), deque()).append((message, now_s))
+                self._waiting.setdefault(self._line(rank, other), deque()).append((message, now_s))
                 found += self._match(rank, other)
         self._come_to[rank] = max(self._come_to[rank], at + 1)
         return found
@@ -178,16 +183,24 @@ class _Lines:
         to = message.stage + (1 if message.kind == "F" else -1)
         return self._rank_of[message.stage], self._rank_of[to]
 
+    def _line(self, rank: int, other: int) -> tuple[int, int]:
+        return rank, rank if self._one_line else other
+
     def _match(self, rank: int, other: int) -> list[int]:
-        """Send what both ranks have come to."""
-        mine = self._waiting[rank, other]
-        theirs = self._waiting.get((other, rank), deque())
-        line, found = frozenset((rank, other)), []
-        while mine and theirs and mine[0][0] == theirs[0][0]:
+        """Send what both ranks have come to, and then what waited behind it."""
+        found, pairs = list[int](), [(rank, other)]
+        while pairs:
+            one, two = pairs.pop()
+            keys = self._line(one, two), self._line(two, one)
+            mine, theirs = (self._waiting.get(key, deque()) for key in keys)
+            if not mine or not theirs or mine[0][0] != theirs[0][0]:
+                continue
             (message, since_s), (_, also_s) = mine.popleft(), theirs.popleft()
-            start_s = max(since_s, also_s, self._free_s.get(line, 0.0))
-            self._free_s[line] = self._arrived[message] = start_s + self._send_s[self._ends_of(message)]
-            found += [rank, other]
+            start_s = max(since_s, also_s, *(self._free_s.get(key, 0.0) for key in keys))
+            self._arrived[message] = start_s + self._send_s[self._ends_of(message)]
+            self._free_s |= dict.fromkeys(keys, self._arrived[message])
+            found += [one, two]
+            pairs += [self._ends_of(line[0][0]) for line in (mine, theirs) if line]
         return found
 
 

@@ -67,7 +67,7 @@ def _played(
 ) -> tuple[list[StepPlay], tuple[RankTimes, ...]]:
     def on_one_clock(plays: Sequence[StepPlay]) -> tuple[RankTimes, ...]:
         seconds = [play.durations_s for play in plays]
-        return play_pipeline(job.orders, seconds, send_s=send_s, messages=job.messages)
+        return play_pipeline(job.orders, seconds, send_s=send_s, messages=job.messages, one_line=job.one_line)
 
     plays = [step.play(plan) for step, plan in pairs]
     times = on_one_clock(plays)

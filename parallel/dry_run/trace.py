@@ -145,6 +145,8 @@ class Halves:
     weight: tuple[Call, ...]
     read_bytes: int
     """Bytes that the weight half reads, of what autograd saves."""
+    passed_bytes: int
+    """Of these, bytes that the input half does not read."""
     held_bytes: int
     """Gradients of products' outputs, which torch keeps from the input half to the weight half."""
 
@@ -161,16 +163,23 @@ def trace_halves(module: nn.Module, make_input: Callable[[], Tensor]) -> Halves:
     with seen, saved_tensors_hooks(seen.pack, seen.unpack):
         y = module(x)
     seen.begin_backward()
+    seen.read.clear()
     with seen:
         groups = stage_backward_input([y], [torch.empty_like(y)], [x], iter(module.parameters()))[1]
     x.grad = None  # has been sent
     del y
     held_bytes, calls = seen.made_bytes, seen.calls()
     seen.begin_backward()
-    seen.read.clear()
+    read, seen.read = seen.read, {}
     with seen:
         stage_backward_weight(iter(module.parameters()), groups)
-    return Halves(input=calls, weight=seen.calls(), read_bytes=sum(seen.read.values()), held_bytes=held_bytes)
+    return Halves(
+        input=calls,
+        weight=seen.calls(),
+        read_bytes=sum(seen.read.values()),
+        passed_bytes=sum(nbytes for key, nbytes in seen.read.items() if key not in read),
+        held_bytes=held_bytes,
+    )
 
 
 class _Seen(TorchDispatchMode):
@@ -189,7 +198,7 @@ class _Seen(TorchDispatchMode):
         self._numbers: Counter[str] = Counter()
         self._first = 0  # of the pass that runs
         self._reading: dict[int, int] = {}  # by storage: what the node that runs has read
-        self.read: dict[int, int] = {}  # what any has read
+        self.read: dict[int, int] = {}  # by storage: saved bytes that kernels have read
         self._reads_on = False  # no kernel has run since the last read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -203,6 +212,9 @@ class _Seen(TorchDispatchMode):
         new = [tensor for tensor in made if tensor.untyped_storage()._cdata not in known]
         if not new and not func._schema.is_mutable:
             return out  # a view
+        for storage in (tensor.untyped_storage() for tensor in given):
+            if storage._cdata in self._saved:
+                self.read[storage._cdata] = storage.nbytes()
         self._note(func, args, kwargs, given, made, new, out)
         self.alive(new, _workspace_bytes(func, args))
         return out
@@ -250,6 +262,7 @@ class _Seen(TorchDispatchMode):
 
     def _ended(self, key: int, nbytes: int, first: int) -> None:
         del self._alive[key]
+        self._saved.discard(key)  # another storage may come to be there
         self.live_bytes -= nbytes
         if first == self._first:
             self.made_bytes -= nbytes
@@ -271,13 +284,13 @@ class _Seen(TorchDispatchMode):
         return tensor
 
     def unpack(self, tensor: Tensor) -> Tensor:
-        """A node of the backward reads this: all that it reads, and then it runs."""
+        """A node of the backward asks for this: for all that it saved, and then it runs."""
         storage = tensor.untyped_storage()
         if not self._reads_on:
             self._reading.clear()
             self._reads_on = True
         if storage._cdata in self._saved:
-            self._reading[storage._cdata] = self.read[storage._cdata] = storage.nbytes()
+            self._reading[storage._cdata] = storage.nbytes()
         return tensor
 
     def calls(self) -> tuple[Call, ...]:

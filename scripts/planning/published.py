@@ -93,6 +93,7 @@ def predicted(row: Row) -> Predicted:
         cut=Cut(sequence=8192),
         orders=orders_of(row.schedule, **counts),
         messages=messages_of(row.schedule, **counts),
+        one_line=True,  # measured with torch 2.11
         gpus_per_host=row.ranks,
     )
     layer = stages_of_job(job)[0].pieces[1]

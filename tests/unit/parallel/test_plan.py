@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import schedules
 
 from offload.policy.actions import Rates
 from parallel import plan
 from parallel.dry_run.measure import Sizes, measured
 from parallel.dry_run.models import KNOWN, model_from_config
 from parallel.dry_run.rates import GPUS
-from parallel.orders import orders_of
+from parallel.orders import has_one_line, orders_of
 from parallel.schedules import SCHEDULES
 
 SMALL = {
@@ -281,6 +283,13 @@ def test_every_schedule_of_torch_gives_each_chunk_one_forward_and_one_whole_back
         read = sorted(action.chunk for action in order if action.kind in "BW")
         assert made == read
         assert len(made) == 4 * virtual
+
+
+def test_messages_have_one_line_a_rank_where_torch_sends_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.__version__ >= "2.12":
+        assert not has_one_line()
+    monkeypatch.setattr(schedules, "_batch_p2p", lambda ops, desc=None: dist.batch_isend_irecv(ops))
+    assert has_one_line()
 
 
 def test_a_transformers_config_is_read_and_what_it_does_not_describe_is_said() -> None:

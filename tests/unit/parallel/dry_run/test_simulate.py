@@ -91,6 +91,23 @@ def test_a_message_that_is_not_ready_holds_up_those_behind_it(behind: bool, star
     assert [played.start_s for played in times[1].played] == [1.25, starts_s + 1.25]
 
 
+@pytest.mark.parametrize(("one_line", "starts_s"), [(False, 5.0), (True, 10.0)])
+def test_a_message_holds_up_those_of_other_ranks_where_a_rank_has_one_line(
+    one_line: bool, starts_s: float
+) -> None:
+    """Rank 2 has the gradient for rank 1 at 5, behind what rank 0 makes until 10."""
+    orders = read("0F0 0F1", "1F0 1B0 1F1", "2F0 2B0")
+    first, late, on, back = (Message(*of) for of in (("F", 0, 0), ("F", 0, 1), ("F", 1, 0), ("B", 2, 0)))
+    own: list[dict[int, list[Message]]] = [
+        {1: [first], 2: [late]},
+        {0: [first], 1: [on, late, back]},
+        {0: [on], 2: [back]},
+    ]
+    seconds = [[1.0, 9.0], [1.0, 1.0, 1.0], [1.0, 2.0]]
+    times = play_pipeline(orders, seconds, send_s=neighbours(3, 0.0), messages=own, one_line=one_line)
+    assert times[1].played[1].start_s == starts_s
+
+
 def test_messages_that_wait_for_one_another_are_told() -> None:
     orders = read("0F0 0B0", "1F0 1B0")
     there, back = Message("F", 0, 0), Message("B", 1, 0)

@@ -77,6 +77,8 @@ def test_the_halves_of_a_split_backward_are_torchs_own() -> None:
     assert norms == [2, 2]
     # both norms' inputs, outputs and two numbers a row; what the attention and the last product made
     assert halves.read_bytes == 2 * T * (5 * D + F) + 4 * 4 * T
+    # what linears read, but for what the attention made, whose own backward reads it
+    assert halves.passed_bytes == 2 * T * (2 * D + F)
     assert halves.held_bytes == 2 * T * (5 * D + 2 * KV + 2 * F)
 
 
