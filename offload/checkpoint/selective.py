@@ -213,7 +213,7 @@ class _ForwardMode(CallMode):
             return func(*args, **kwargs)
         random = RandomStep.start(func, args, kwargs)
         output = func(*args, **kwargs)
-        if self._is_copied(func, number):
+        if func in self.keep.copied and (func, number) not in self.keep.calls:
             given = list(plain_parts((args, tuple(kwargs.values()))))
             if not decides(func, given, output):  # another call of an operator that decides elsewhere
                 return output
@@ -230,9 +230,6 @@ class _ForwardMode(CallMode):
                 lane = None if call.is_collective else self.engine.device.compute
                 self._waiting = ((func, number), call, self._group.scope(lane))
         return output
-
-    def _is_copied(self, func: Any, number: int) -> bool:
-        return func in self.keep.copied and (func, number) not in self.keep.calls
 
     def _saves(self, tensor: torch.Tensor) -> None:
         self._pass_on()

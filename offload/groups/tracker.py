@@ -62,7 +62,7 @@ class ChunkTracker:
         self._coming: list[ComingReads] = []
         self._announced = False
         # who says when a forward begins: a stage, inside one; else who called `begin_forward`; else nobody
-        self._announced_now = False
+        self.inside_announced_forward = False
         self._inferred: Action | None = None  # that is under way, where nobody announces any
         self._forwards_by_hand = False
         # of earlier steps, with the number of step ends that they have outlived
@@ -82,11 +82,6 @@ class ChunkTracker:
         step was seen to do."""
         self._lookahead.give(actions)
 
-    @property
-    def inside_announced_forward(self) -> bool:
-        """Whether a stage has announced the forward under way."""
-        return self._announced_now
-
     def _switch(self, on: bool) -> None:
         self.do_offload = on
         for handler in self._handlers.values():
@@ -103,7 +98,7 @@ class ChunkTracker:
         check_index("stage", stage)
         check_index("microbatch", microbatch)
         with self.engine.lock:
-            self._announced = self._announced_now = True
+            self._announced = self.inside_announced_forward = True
             self._begin(ChunkId(stage, microbatch), self.engine.config.min_offloaded_tensor_size)
             self._clock.start(Action("F", stage, microbatch))
 
@@ -111,7 +106,7 @@ class ChunkTracker:
         """That forward is complete: its bytes may be fetched back from now on."""
         with self.engine.lock:
             handler = self._handlers.get(ChunkId(stage, microbatch))
-            self._announced_now = False
+            self.inside_announced_forward = False
             self._clock.stop(Action("F", stage, microbatch))
             if handler is not None:
                 handler.saved.complete()
@@ -215,7 +210,7 @@ class ChunkTracker:
         """A model whose forwards nobody announces begins one. Where somebody does, by `begin_chunk` or
         `begin_forward`, only the threshold is taken. stage: a virtual one, of its own for each model.
         min_elements: None for the config's. Blocks the host: as `begin_chunk`."""
-        if not (self._announced_now or self._forwards_by_hand):
+        if not (self.inside_announced_forward or self._forwards_by_hand):
             # a loss beside a pipeline's stages, which have numbers of their own
             self._begin_next(stage + _MOST_STAGES if self._announced else stage, min_elements)
             if self._forward is not None and not self._announced and torch._C._current_graph_task_id() == -1:

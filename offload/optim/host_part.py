@@ -231,10 +231,6 @@ class HostPart(Part, Generic[B]):
                 flat = section.view(name, start, member.numel, self.options.master_dtype(member))
                 yield name, member.shaped(flat)
 
-    def counts_of(self, member: ParamView) -> list[Tensor]:
-        """Counts of steps, of each of its pieces."""
-        return [bucket.count_of(position) for bucket, position in self._pieces_of[member.index]]
-
     def has_master(self, member: ParamView) -> bool:
         return self.options.master_dtype(member) != member.dtype
 
@@ -261,7 +257,9 @@ class HostPart(Part, Generic[B]):
             return {}
         if member.index not in self._homes:
             moments = {name: [flat] for name, flat in self.flats_of(member) if name != "master"}
-            self._homes[member.index] = {"step": self.counts_of(member), **moments}
+            # of each of its pieces
+            counts = [bucket.count_of(position) for bucket, position in self._pieces_of[member.index]]
+            self._homes[member.index] = {"step": counts, **moments}
         return self._homes[member.index]
 
     def kept(self, member: ParamView) -> Sequence[str]:

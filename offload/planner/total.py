@@ -73,11 +73,8 @@ class TotalMemory:
         assert self.rest_bytes is not None
         if self._left_bytes(_AIM) < _LEAST * self._least_bytes:
             return None
-        return max(self._left_bytes(self._aim), round(_LEAST * self._least_bytes))
-
-    @property
-    def _aim(self) -> float:
-        return _FIRST_AIM if self._is_first else _AIM
+        aim = _FIRST_AIM if self._is_first else _AIM
+        return max(self._left_bytes(aim), round(_LEAST * self._least_bytes))
 
     def _left_bytes(self, aim: float) -> int:
         assert self.rest_bytes is not None

@@ -304,7 +304,7 @@ class MixedSearch:
             while self._halves and self._try_again_room(change):
                 improved = True
             for chunks in runs:
-                while self._try_levels(chunks, change):
+                while any(self._try_path(path, chunks, change) for path in range(self._num_paths)):
                     improved = True
                 while self._try_kept(chunks, change):
                     improved = True
@@ -333,12 +333,9 @@ class MixedSearch:
             kept[at] = min(max(min(kept[at], total) + change * total, 0.0), float(total))
         return self.try_state(state._replace(kept_bytes=tuple(kept)))
 
-    def _try_levels(self, chunks: Sequence[int], change: float) -> bool:
-        """Part of the blocks of these chunks one level further from plain (change > 0), the least far ones
-        first, or one level nearer."""
-        return any(self._try_path(path, chunks, change) for path in range(self._num_paths))
-
     def _try_path(self, path: int, chunks: Sequence[int], change: float) -> bool:
+        """Part of the blocks of these chunks one level further from plain on this path (change > 0), the
+        least far ones first, or one level nearer."""
         state, levels = self._state, list(self._state.levels)
         for at in chunks:
             paths = [self._paths[block][path] for block in self._blocks[at]]

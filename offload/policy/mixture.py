@@ -190,7 +190,6 @@ def cheapest_mixture(
     *,
     rest_s: Mapping[Action, float] = {},
     host: Host | None = None,
-    host_limit_bytes: int | None = None,
     most_slower: float = 0.01,
     max_trials: int | None = None,
     patience: int = 1,
@@ -207,7 +206,6 @@ def cheapest_mixture(
         rates,
         rest_s=rest_s,
         host=host,
-        host_limit_bytes=host_limit_bytes,
         rest=rest,
     )
     enough = sum(block.menu[0].saved_bytes for own in blocks.values() for block in own)

@@ -259,10 +259,6 @@ class ForecastOrder(ActivationScheduler):
             if self.budget.above_high_watermark():
                 self._hold_mark(self.budget.high_bytes, self.budget.last_bytes)
 
-    def _settle_above(self) -> None:
-        while self.budget.above_high_watermark() and self.engine.transfers.settle_oldest():
-            self.readings.read()
-
     def _begin_reading(self, forward: Forward) -> None:
         self._current = forward
         if not forward.being_read:
@@ -298,7 +294,8 @@ class ForecastOrder(ActivationScheduler):
         self._level = level
         self._current.recorder.read(level)
         if self.budget.above_high_watermark():
-            self._settle_above()
+            while self.budget.above_high_watermark() and transfers.settle_oldest():
+                self.readings.read()
             if self.budget.above_high_watermark():
                 transfers.drop_furthest(self.budget.last_bytes - self.budget.high_bytes + 1)
                 self._hold_mark(self.budget.high_bytes, self.readings.read())
