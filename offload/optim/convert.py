@@ -12,7 +12,7 @@ import functools
 import inspect
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from offload.engine import OffloadEngine
 from offload.optim.classes import is_fused_adam, state_names, steps_each_alone
 from offload.optim.fsdp_step import FSDPGPUOptimizerWrapper
 from offload.optim.hybrid import HybridDeviceOptimizer
+from offload.params.home import home_of
 from offload.params.ring import RING_SLOTS
 from offload.params.view import local_of
 
@@ -72,22 +73,33 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
             )
 
 
-def host_and_device_bytes(optimizer: Any, bucket_bytes: int = 64 << 20) -> tuple[int, int]:
-    """Bytes that `move_state_to_host` will take of the host and of the device, for torch's Adam and AdamW. 0
-    for other classes, whose state is not known before, and for one of ours, which has its memory already."""
+def host_and_device_bytes(
+    optimizer: Any, streamed: Collection[Tensor] = (), waiting: Collection[Tensor] = (), *, bucket: int = 64 << 20
+) -> tuple[int, int]:
+    """Bytes of the state on the host, and of the ring on the device, after `move_state_to_host`, for torch's
+    Adam and AdamW. 0 for other classes, whose state is not known before, and for one of ours, which has its
+    memory already.
+
+    streamed, waiting: parameters whose weights are on the host, and whose gradients wait there.
+    """
     if _is_ours(optimizer) or not is_fused_adam(type(optimizer)):
         return 0, 0
-    by_dtype: Counter[torch.dtype] = Counter()
-    on_host = most = 0
+    homes, lenders = set(map(id, streamed)), {id(each) for each in waiting if each.requires_grad}
+    numels, flats = Counter[tuple[torch.dtype, bool]](), set[str]()
+    on_host = 0
     for group in optimizer.param_groups:
-        moments = len(state_names(group))
-        most = max(most, moments)
-        for each in map(local_of, group["params"]):
-            nbytes = each.numel() * each.element_size()
-            by_dtype[each.dtype] += nbytes
-            on_host += moments * nbytes
-    largest = max(by_dtype.values(), default=0)  # the parameters of a dtype share their buckets
-    return on_host, RING_SLOTS * most * min(bucket_bytes, largest)
+        names = state_names(group)
+        flats.update(names)
+        for each in group["params"]:
+            local = local_of(each)
+            has_home = id(each) in homes or home_of(each) is not None
+            numels[local.dtype, has_home] += local.numel()  # they share their buckets
+            flats |= {"weights"} if has_home else set()
+            flats |= {"lent"} if id(each) in lenders else set()
+            on_host += len(names) * local.numel() * local.element_size()
+    numel = max((min(total, bucket // dtype.itemsize) for (dtype, _), total in numels.items()), default=0)
+    size = max((dtype.itemsize for dtype, _ in numels), default=0)
+    return on_host, RING_SLOTS * numel * size * len(flats)
 
 
 MoveBack = Callable[[], Callable[[], None]]

@@ -301,7 +301,8 @@ def test_a_device_that_cannot_have_all_parts_is_refused_with_each_of_them(
     window = 2 * BLOCK_BYTES
     gradients = 3 * BLOCK_BYTES // 2  # those of three weights at once
     everything = resident + window + resident + gradients
-    everything += 3 * state_bytes(loop.optimizer)  # three slots, each as large as its one bucket
+    ring = 3 * 4 * STREAMED  # three slots of moments, weight and gradient of the larger of two buckets
+    everything += ring
     config = ConductorConfig(
         vram_hard_cap_mb=(everything - 1) / 2**20, vram_soft_cap_mb=0.01, telemetry_interval=0
     )
@@ -319,6 +320,7 @@ def test_a_device_that_cannot_have_all_parts_is_refused_with_each_of_them(
         offload.apply(loop.model, "selective", conductor=enough, device_limit="1kB", min_numel=1, **options)
     handle = offload.apply(loop.model, conductor=enough, **options)
     loop.train(1)
+    assert loop.optimizer.placed.streamed.ring_bytes == ring
     handle.remove()
 
 
