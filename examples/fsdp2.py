@@ -45,6 +45,8 @@ def main(steps: int = 3) -> None:
 
 
 if __name__ == "__main__":
+    if not dist.is_torchelastic_launched():
+        raise SystemExit("launch it: torchrun --nproc-per-node 2 examples/fsdp2.py")
     dist.init_process_group()
     main()
     dist.destroy_process_group()

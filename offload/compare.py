@@ -182,6 +182,11 @@ def _compared(
     budget_s: float,
 ) -> Comparison:
     within_bytes = argument_bytes(within, name="within", of_bytes=device_bytes())
+    if not isinstance(model, nn.Module) or not callable(step):
+        given = f"a {type(model).__name__} and a {type(step).__name__}"
+        raise ValueError(
+            f"compare() got {given}, must be an nn.Module and a callable that does one training step"
+        )
     if is_applied(model):
         raise ValueError(f"compare() of a {type(model).__name__} that is offloaded; call remove() first")
     if budget_s <= 0:

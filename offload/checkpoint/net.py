@@ -383,7 +383,8 @@ def _parameter_of(tensor: torch.Tensor) -> nn.Parameter | None:
 
 
 def _shares_bytes(tensor: torch.Tensor, parameter: nn.Parameter) -> bool:
-    return bool(tensor.untyped_storage()._cdata == parameter.untyped_storage()._cdata)
+    with torch._C.DisableTorchFunctionSubclass():  # a streamed weight tells nobody its address
+        return bool(tensor.untyped_storage()._cdata == parameter.untyped_storage()._cdata)
 
 
 def looks_of(tensor: torch.Tensor) -> str:

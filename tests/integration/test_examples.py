@@ -208,6 +208,12 @@ def test_an_example_of_several_ranks_moves_bytes_and_frees_memory_on_each(name: 
         assert share < 0.9
 
 
+@pytest.mark.parametrize("name", OF_RANKS)
+def test_an_example_of_several_ranks_names_its_launcher_where_there_is_none(name: str) -> None:
+    with pytest.raises(SystemExit, match=f"torchrun --nproc-per-node 2 examples/{name}.py"):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
 def test_an_example_runs_by_the_command_that_it_names(name: str, tmp_path: Path) -> None:

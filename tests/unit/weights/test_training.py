@@ -264,6 +264,30 @@ def test_a_function_that_keeps_its_weight_outside_of_what_autograd_saves() -> No
         pair.train()
 
 
+@pytest.mark.parametrize("mode", ["hidden_states", "selective"])
+def test_a_view_of_a_weight_is_an_argument_of_a_block_that_is_recomputed(mode: str) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, other: Tensor) -> Tensor:
+            return x + (self.up(x).tanh() @ other).tanh()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Tied() for _ in range(BLOCKS))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, self.layers[2].up.weight.t())
+            return x
+
+    with streamed(Net(), mode=mode) as pair:
+        pair.train()
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"mode": "hidden_states"}, {"mode": "selective"}, {"mode": "groups"}]
 )
