@@ -72,8 +72,8 @@ def parts_of(
     window = window_bytes(wait) if trained_wait else 0
     found.append(Part("gradients", stay + min(window, trained_wait), trained_wait, kept))
     if optimizer is not None:
-        kinds = [[model.get_parameter(name) for name in names] for names in (streamed, waiting)]
-        state, ring = host_and_device_bytes(optimizer, *kinds)
+        moved, lent = ([*map(model.get_parameter, names)] for names in (streamed, waiting))
+        state, ring = host_and_device_bytes(optimizer, moved, lent)
         found.append(Part("optimizer state", ring, state, ("", "leave optimizer= out")))
     if device_limit_bytes is not None:
         found.append(Part("saved tensors", device_limit_bytes, 0, ("lower device_limit=", "")))

@@ -74,7 +74,10 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
 
 
 def host_and_device_bytes(
-    optimizer: Any, streamed: Collection[Tensor] = (), waiting: Collection[Tensor] = (), *, bucket: int = 64 << 20
+    optimizer: Any,
+    streamed: Collection[Tensor] = (),
+    waiting: Collection[Tensor] = (),
+    bucket_bytes: int = 64 << 20,
 ) -> tuple[int, int]:
     """Bytes of the state on the host, and of the ring on the device, after `move_state_to_host`, for torch's
     Adam and AdamW. 0 for other classes, whose state is not known before, and for one of ours, which has its
@@ -97,9 +100,9 @@ def host_and_device_bytes(
             flats |= {"weights"} if has_home else set()
             flats |= {"lent"} if id(each) in lenders else set()
             on_host += len(names) * local.numel() * local.element_size()
-    numel = max((min(total, bucket // dtype.itemsize) for (dtype, _), total in numels.items()), default=0)
+    buckets = [min(total, bucket_bytes // dtype.itemsize) for (dtype, _), total in numels.items()]
     size = max((dtype.itemsize for dtype, _ in numels), default=0)
-    return on_host, RING_SLOTS * numel * size * len(flats)
+    return on_host, RING_SLOTS * max(buckets, default=0) * size * len(flats)
 
 
 MoveBack = Callable[[], Callable[[], None]]

@@ -212,7 +212,7 @@ def test_limits_of_the_process_are_as_they_were(caplog: pytest.LogCaptureFixture
 def test_what_cannot_be_compared_is_refused() -> None:
     loop = Loop("SGD", 0)
     for given in ((loop.model, None), (loop.step, loop.model)):
-        with pytest.raises(ValueError, match="must be an nn.Module and a callable that does one training step"):
+        with pytest.raises(ValueError, match="a callable that does one training step"):
             offload.compare(*given)  # type: ignore[arg-type]
     handle = offload.apply(loop.model, mode="checkpoint")
     with pytest.raises(ValueError, match="call remove"):

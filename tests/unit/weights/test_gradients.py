@@ -686,6 +686,28 @@ def test_one_model_in_two_threads() -> None:
         pair.check_gradients()
 
 
+def test_no_other_thread_enters_while_a_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with waiting() as pair, monkeypatch.context() as patched:
+        stream, entered = gradients_of(pair.handle), list[bool]()
+        send = stream._send_made
+
+        def enter() -> None:
+            entered.append(stream._lock.acquire(blocking=False))
+            if entered[-1]:
+                stream._lock.release()
+
+        def check(coming: Any) -> None:
+            if coming is None:
+                other = threading.Thread(target=enter)
+                other.start()
+                other.join()
+            send(coming)
+
+        patched.setattr(stream, "_send_made", check)
+        backward(pair)
+        assert entered == [False]
+
+
 def test_a_dropped_model_gives_everything_back() -> None:
     with waiting() as pair:
         other = Model()
