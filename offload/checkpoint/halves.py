@@ -47,8 +47,11 @@ class Reads(Protocol):
     def leave(self, nbytes: int) -> None:
         """An I leaves so many bytes for its W."""
 
-    def weight_half_read(self, saves: Collection[int], num_saves: int, nbytes: int) -> None:
-        """A W is done with the call. nbytes: of what it read, without parameters."""
+    def weight_half_read(
+        self, saves: Collection[int], num_saves: int, nbytes: int, passed_bytes: int
+    ) -> None:
+        """A W is done with the call. nbytes: of what it read, without parameters. passed_bytes: of these,
+        what the I did not read."""
 
 
 class _Save:
@@ -75,6 +78,8 @@ class SplitCall:
         self._sizes: dict[int, dict[int, int]] = {}  # of those, bytes by storage; none of parameters
         self._wanted: Collection[int] = ()  # what the I that runs leaves
         self._read: set[int] = set()  # in the half that runs
+        self._passed: set[int] = set()  # of these, what the I asks for and does not read
+        self._passed_bytes = 0
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """To enter inside the checkpoint's pair, which has to be the innermost one, and to leave before
@@ -98,8 +103,11 @@ class SplitCall:
         if self._half == "W":
             self._made.clear()
             nbytes = self._nbytes(self._read)
-            self._reads.weight_half_read(frozenset(self._read), len(self._saves), nbytes)
+            self._reads.weight_half_read(
+                frozenset(self._read), len(self._saves), nbytes, min(nbytes, self._passed_bytes)
+            )
         else:
+            self._passed_bytes = self._nbytes(self._read) - self._nbytes(self._read - self._passed)
             self._made = {number: self._made[number] for number in self._wanted if number in self._made}
         self._half, self._wanted, self._task = "", (), -1
         return True
@@ -116,11 +124,13 @@ class SplitCall:
         if half != self._half:
             self._wanted = self._reads.begin(self, len(self._saves))
             self._half = half
-            self._read = set()
+            self._read, self._passed = set(), set()
         self._task = _graph_task()
         if save.number not in self._made:
             self._compute_again()
         self._read.add(save.number)
+        if half == "I" and not is_read(save, SplitCall):
+            self._passed.add(save.number)
         # each is read once in a half, and goes as it does in torch's
         return self._made[save.number] if save.number in self._wanted else self._made.pop(save.number)
 

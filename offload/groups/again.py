@@ -26,11 +26,13 @@ class _Call(Protocol):
 
 
 class _Known(NamedTuple):
-    """What a W has read of a call: the numbers of its saves, out of so many, and their bytes."""
+    """What a W has read of a call: the numbers of its saves, out of so many, and their bytes. passed_bytes:
+    of these, what the I did not read."""
 
     saves: frozenset[int]
     num_saves: int
     nbytes: int
+    passed_bytes: int
 
 
 class RecomputedHalves:
@@ -79,12 +81,13 @@ class RecomputedHalves:
         """What the I of this chunk leaves of the call at `place`."""
         return self._known[chunk.stage, place].nbytes if place in self.left(chunk) else 0
 
-    def seen(self) -> dict[ChunkKey, list[tuple[int, bool]]]:
+    def seen(self) -> dict[ChunkKey, list[tuple[int, int, bool]]]:
         """Bytes that a W was seen to read of each recomputed call, in forward order by chunk of this step,
-        and whether the I left them; without the calls that were not seen."""
+        those of them that the I did not read, and whether the I left them; without the calls that were not
+        seen."""
         return {
             chunk: [
-                (known.nbytes, place in self.left(chunk))
+                (known.nbytes, known.passed_bytes, place in self.left(chunk))
                 for place in places
                 if (known := self._known.get((chunk.stage, place))) is not None
             ]
@@ -141,12 +144,14 @@ class CallReads:
             every.engine.transfers.hold(nbytes - every._left.get(key, 0))
             every._left[key] = nbytes
 
-    def weight_half_read(self, saves: Collection[int], num_saves: int, nbytes: int) -> None:
+    def weight_half_read(
+        self, saves: Collection[int], num_saves: int, nbytes: int, passed_bytes: int
+    ) -> None:
         every, key = self._all, (self._chunk.stage, self._place)
         with every.engine.lock:
             every.engine.transfers.hold(-every._left.pop((self._chunk, self._place), 0))
             known = every._known.get(key)
             if known is None or known.num_saves != num_saves or not known.saves.issuperset(saves):
-                every._known[key] = _Known(frozenset(saves), num_saves, nbytes)
+                every._known[key] = _Known(frozenset(saves), num_saves, nbytes, passed_bytes)
             elif nbytes != known.nbytes and known.saves == saves:  # of another length
-                every._known[key] = known._replace(nbytes=nbytes)
+                every._known[key] = known._replace(nbytes=nbytes, passed_bytes=passed_bytes)

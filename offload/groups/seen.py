@@ -37,7 +37,7 @@ class SeenStep:
     actions: Sequence[Action]
     seconds: dict[Action, float] | None
     idle: Collection[int] = ()
-    halves: Mapping[ChunkKey, Sequence[tuple[int, bool]]] = field(default_factory=dict)
+    halves: Mapping[ChunkKey, Sequence[tuple[int, int, bool]]] = field(default_factory=dict)
 
     def sizes_in_backward_order(self) -> list[tuple[ChunkKey, list[GroupSize]]]:
         return [(chunk.id, sizes_of(chunk)) for chunk in self.backward_order]

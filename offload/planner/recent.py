@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import NamedTuple
 
-from offload.planner.work import Ran, StepWork, read_parts_of
+from offload.planner.work import Ran, ReadParts, StepWork, read_parts_of
 from offload.policy.actions import Action, ChunkKey
 from offload.policy.lengths import STEPS, Lengths
 
@@ -45,7 +45,7 @@ class RecentSteps:
     def __init__(self) -> None:
         self.lengths = Lengths()
         self._before: _Seen | None = None
-        self._read_parts: dict[tuple[int, int], float] = {}
+        self._read_parts: dict[tuple[int, int], ReadParts] = {}
         self._timed: deque[_Timed] = deque(maxlen=STEPS)
 
     def ended(

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from statistics import median
 from typing import NamedTuple, Protocol
 
 from offload.policy.actions import Action, ChunkKey
 from offload.policy.menu import Block, Host, Level, Menu
 
-__all__ = ["Profile", "Ran", "StepWork", "read_parts_of", "with_halves"]
+__all__ = ["Profile", "Ran", "ReadParts", "StepWork", "read_parts_of", "with_halves"]
 
 
 _BACKWARD = 2.2
@@ -46,6 +47,10 @@ _SECONDS_A_SAVE = 334e-6
 H200: 1,535 ms of host time where all of 3,072 storages leave, and 509 without."""
 
 
+ReadParts = tuple[float, float]
+"""Of what a plain block saves, what its W reads, and what its W alone reads."""
+
+
 class Profile(Protocol):
     """Of one kind of block, for one number of tokens."""
 
@@ -69,24 +74,25 @@ class Ran(NamedTuple):
     """One call of a block. profile: for its number of tokens; None in the step that profiles. level: its
     place in the menu. input_bytes: the measure of its tokens. paced: when the host was done with its forward
     the device had begun it, so it waited for launches. weight_bytes: what the W of a split backward was seen
-    to read of it; None where none was, and of a plain call. left: its I left that, so its W computed nothing
-    again."""
+    to read of it; None where none was, and of a plain call. passed_bytes: of these, what the I did not read.
+    left: its I left all that its W reads, which computed nothing again."""
 
     profile: Profile | None
     level: int
     input_bytes: int = 1
     paced: bool = False
     weight_bytes: int | None = None
+    passed_bytes: int = 0
     left: bool = False
 
 
-def with_halves(calls: Sequence[Ran], reads: Sequence[tuple[int, bool]]) -> list[Ran]:
-    """The calls of one chunk. reads: of the recomputed ones, in order, what their W read and whether it was
-    left; of another number where that is not known of all."""
+def with_halves(calls: Sequence[Ran], reads: Sequence[tuple[int, int, bool]]) -> list[Ran]:
+    """The calls of one chunk. reads: of the recomputed ones, in order, what their W read, what of that the I
+    did not, and whether it was left; of another number where that is not known of all."""
     again = [at for at, call in enumerate(calls) if call.level != 0]
     found = list(calls)
-    for at, (weight_bytes, left) in zip(again, reads, strict=False) if len(again) == len(reads) else ():
-        found[at] = found[at]._replace(weight_bytes=weight_bytes, left=left)
+    for at, (read, passed, left) in zip(again, reads, strict=False) if len(again) == len(reads) else ():
+        found[at] = found[at]._replace(weight_bytes=read, passed_bytes=passed, left=left)
     return found
 
 
@@ -121,7 +127,7 @@ class StepWork:
         seconds: Mapping[Action, float],
         ran: Mapping[ChunkKey, Sequence[Ran]],
         head_bytes: int = 0,
-        read_parts: Mapping[tuple[int, int], float] = {},
+        read_parts: Mapping[tuple[int, int], ReadParts] = {},
     ) -> StepWork | None:
         """actions, seconds: of one step. ran: what it called. head_bytes: what the head and the loss need
         beyond a block, which makes them a block that saves nothing. None where a chunk's blocks are not
@@ -172,16 +178,19 @@ class StepWork:
             weight_part = _WEIGHT_PART
             if weight_s is not None and plain_s > 0:
                 weight_part = min(1.0, max(0.0, (weight_s - weight_again_s) / plain_s))
+            whole = read_parts.get((chunk[0], -1), (1.0, 0.0))
+            parts = [read_parts.get((chunk[0], place), whole) for place in range(len(profiles))]
             blocks[chunk] = [
                 Block(
                     menu=menu,
                     forward_s=profile.forward_s * scale,
                     backward_s=profile.forward_s * scale * ratio,
                     weight_part=weight_part,
-                    w_reads=read_parts.get((chunk[0], place), read_parts.get((chunk[0], -1), 1.0)),
+                    w_reads=w_reads,
+                    i_passes=i_passes,
                     host_s=_PASSES_OF_HOST * profile.host_s,
                 )
-                for place, (menu, profile) in enumerate(zip(menus, profiles, strict=True))
+                for menu, profile, (w_reads, i_passes) in zip(menus, profiles, parts, strict=True)
             ]
             if head_bytes:
                 blocks[chunk].append(
@@ -256,21 +265,24 @@ def _again_s(calls: Sequence[Ran], menus: Sequence[Menu], is_split: bool) -> tup
     return sum(again_s), twice_s if is_split else 0.0
 
 
-def read_parts_of(ran: Mapping[ChunkKey, Sequence[Ran]]) -> dict[tuple[int, int], float]:
-    """By stage and place of a block, what a W reads of what the plain block saves; by stage and -1, of all
-    blocks of which that was seen."""
-    found: dict[tuple[int, int], float] = {}
+def read_parts_of(ran: Mapping[ChunkKey, Sequence[Ran]]) -> dict[tuple[int, int], ReadParts]:
+    """By stage and place of a block, what a W reads of what the plain block saves, and what it alone reads;
+    by stage and -1, of all blocks of which that was seen."""
+    found: dict[tuple[int, int], ReadParts] = {}
     sums: dict[int, list[int]] = {}
     for (stage, _), calls in ran.items():
         for place, call in enumerate(calls):
             if call.weight_bytes is None or call.profile is None:
                 continue
             plain_bytes = max(1, call.profile.menu[0].saved_bytes)
-            found[stage, place] = min(1.0, call.weight_bytes / plain_bytes)
-            total = sums.setdefault(stage, [0, 0])
-            total[0] += call.weight_bytes
-            total[1] += plain_bytes
-    return found | {(stage, -1): min(1.0, read / plain) for stage, (read, plain) in sums.items()}
+            amounts = call.weight_bytes, call.passed_bytes, plain_bytes
+            found[stage, place] = _parts(*amounts)
+            sums[stage] = list(map(add, sums.get(stage, (0, 0, 0)), amounts))
+    return found | {(stage, -1): _parts(*amounts) for stage, amounts in sums.items()}
+
+
+def _parts(read: int, passed: int, plain: int) -> ReadParts:
+    return min(1.0, read / plain), min(1.0, passed / plain)
 
 
 def _timed(menu: Menu, scale: float) -> Menu:

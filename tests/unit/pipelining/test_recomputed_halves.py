@@ -246,8 +246,9 @@ def test_a_plan_of_mode_auto_says_how_much_an_input_half_leaves_and_gradients_ar
         assert plan is not None
         assert rooms[0] == 0, "the total holds before there is a plan"
         assert rooms[-1] == plan.again_room_bytes > 0
-        reads = {block.w_bytes for block in plan.problem.blocks[1, 0]}
-        assert reads == {LEFT}, "as it was seen"
+        reads = {(block.w_bytes, block.passed_bytes) for block in plan.problem.blocks[1, 0]}
+        # the norm's output and what the last product reads are for their weights alone
+        assert reads == {(LEFT, 2 * SAVE)}, "as it was seen"
 
 
 ORDER = "1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3"

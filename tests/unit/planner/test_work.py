@@ -144,17 +144,17 @@ def test_a_split_backward_takes_off_what_each_half_computed_again_and_knows_what
     """Two blocks of 1 s, one recomputed in 1 s: in the I, and in the W unless the I left what it reads."""
     halves = [Action(kind, 0, 0) for kind in ("F", "I", "W")]
     for left, weight_s in ((False, 1.0 + 1.0), (True, 1.0)):
-        calls = with_halves([Ran(Profiled(), 0), Ran(Profiled(), 1)], [(40, left)])
+        calls = with_halves([Ran(Profiled(), 0), Ran(Profiled(), 1)], [(40, 30, left)])
         ran = {(0, 0): calls}
         work = StepWork.of(halves, dict(zip(halves, (2.0, 3.0 + 1.0, weight_s), strict=True)), ran)
         assert work is not None
         blocks = work.blocks[0, 0]
         assert [block.backward_s for block in blocks] == [pytest.approx(2.0)] * 2
         assert [block.weight_part for block in blocks] == [pytest.approx(0.25)] * 2
-        assert [block.w_bytes for block in blocks] == [40, 40]
+        assert [(block.w_bytes, block.passed_bytes) for block in blocks] == [(40, 30)] * 2
     # of a step that recomputes nothing it is not seen, and remembered
     plain = {(0, 0): [Ran(Profiled(), 0)] * 2}
     work = StepWork.of(halves, dict.fromkeys(halves, 2.0), plain, read_parts=read_parts_of(ran))
     assert work is not None
-    assert [block.w_bytes for block in work.blocks[0, 0]] == [40, 40]
-    assert with_halves(calls, [(1, False)] * 2) == calls, "of other calls than these"
+    assert [(block.w_bytes, block.passed_bytes) for block in work.blocks[0, 0]] == [(40, 30)] * 2
+    assert with_halves(calls, [(1, 0, False)] * 2) == calls, "of other calls than these"
