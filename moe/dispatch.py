@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
+from offload import read_numbers
+
 from .router import Routing, inverse_of, sorted_rows
 
 __all__ = ["Layout", "arrived", "combined", "gathered_rows", "layout_of", "returned", "sent", "summed_rows"]
@@ -54,7 +56,7 @@ def layout_of(routing: Routing, group: dist.ProcessGroup | None) -> Layout:
         return Layout(token_R, rows_TK, routing.ends_E)
     ranks, rank = group.size(), group.rank()
     counts_PPE = routing.counts_PE.view(ranks, ranks, -1)  # by sender, receiver and expert there
-    table = counts_PPE.sum(2).tolist()
+    table = read_numbers(counts_PPE.sum(2))
     arrived_PE = counts_PPE[:, rank]
     experts = arrived_PE.shape[1]
     received = tuple(row[rank] for row in table)

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
+from offload import read_numbers
+
 __all__ = ["grouped_outer", "grouped_product"]
 
 logger = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ def grouped_outer(x_RX: Tensor, y_RY: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _slices(ends_E: Tensor) -> list[slice]:
-    return [slice(*pair) for pair in itertools.pairwise([0, *ends_E.tolist()])]
+    return [slice(*pair) for pair in itertools.pairwise([0, *read_numbers(ends_E)])]
 
 
 def _is_grouped(x_RX: Tensor, other: int) -> bool:

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.device import Lane
+from offload.device.numbers import read_numbers
 from offload.ids import Owner
 from offload.params.home import is_alone
 from offload.params.watched import untouched
@@ -318,6 +319,6 @@ class Experts:
         known: tuple[int, list[int]] = self._numbers.get(ends, (None, []))
         if known[0] != version:
             began = time.perf_counter()
-            known = self._numbers[ends] = version, ends.tolist()
+            known = self._numbers[ends] = version, read_numbers(ends)
             self.waited_s += time.perf_counter() - began
         return known[1]
