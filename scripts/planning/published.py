@@ -70,6 +70,7 @@ ROWS = (
     Row("h100", 4, "1f1b", 8, 8, None, 1926, 0.03, (73.3,)),
     Row("h100", 4, "1f1b", 8, 8, 22, 2095, 0.05, (51.5,)),
     Row("h100", 4, "1f1b", 6, 8, None, 1423),
+    Row("h100", 4, "zbv", 6, 8, None, 1238),
 )
 """Without the rows that were measured before the plan knew what each half of a split backward reads, and
 before parts of groups could stay."""
