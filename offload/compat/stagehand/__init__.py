@@ -33,3 +33,5 @@ from offload.spill.telemetry import ActivationTelemetry as ActivationTelemetry
 from offload.spill.transfer import ActivationTransfer as ActivationTransfer
 
 StagehandOOMError = OffloadOOMError
+ActivationStagehandConfig = ActivationConfig
+ActivationTransferEngine = ActivationTransfer

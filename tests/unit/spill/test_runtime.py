@@ -49,7 +49,7 @@ def short(order: str, meter: LivingStorages | None = None, **fields: Any) -> dic
     return given
 
 
-@pytest.mark.req("S0-52")
+@pytest.mark.req("S0-52", "S0-74")
 def test_each_part_is_there_under_the_sources_name() -> None:
     assert set(stagehand.__dict__) >= {
         *("ActivationHookContext", "ActivationBudgetManager", "ActivationStepMetrics", "ActivationTelemetry"),
@@ -61,6 +61,8 @@ def test_each_part_is_there_under_the_sources_name() -> None:
         assert [type(part).__module__.rpartition(".")[2] for part in parts] == [
             *("config", "registry", "transfer", "budget", "telemetry")
         ]
+        assert type(runtime.config) is stagehand.ActivationStagehandConfig
+        assert type(runtime.transfer) is stagehand.ActivationTransferEngine
 
 
 @pytest.mark.req("S0-39", "S0-40", "S0-41", "S0-42", "S0-43", "S0-44", "S0-46")
