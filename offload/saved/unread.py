@@ -16,9 +16,11 @@ __all__ = ["is_read"]
 
 _READ_FOR = {
     "AddmmBackward0": {"_raw_saved_mat2": 1, "_raw_saved_mat1": 2},
+    "BaddbmmBackward0": {"_raw_saved_batch2": 1, "_raw_saved_batch1": 2},
     "BmmBackward0": {"_raw_saved_mat2": 0, "_raw_saved_self": 1},
     "GroupedMmBackward0": {"_raw_saved_mat2": 0, "_raw_saved_self": 1},
     "MmBackward0": {"_raw_saved_mat2": 0, "_raw_saved_self": 1},
+    "MulBackward0": {"_raw_saved_other": 0, "_raw_saved_self": 1},
 }
 """torch's nodes that read each operand for one gradient alone: the place of that one."""
 

@@ -102,6 +102,69 @@ def test_gradients_are_bitwise_those_without_offload(executor: ExecutorName, aro
     assert bool(passed) == (around is not looked_at)
 
 
+PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int, int]] = {
+    "rows": (lambda x, w: x * w[0], 1, 1),
+    "columns": (lambda x, w: w[:, :1] * x, 1, 1),
+    "one": (lambda x, w: x * w.sum(), 1, 1),
+    "expanded": (lambda x, w: x[:1].expand(WIDTH, WIDTH) * w, 1, 1),
+    "number": (lambda x, w: x * 3 * w, 1, 1),
+    "in place": (lambda x, w: (x * 1).mul_(w), 1, 1),
+    "twice": (lambda x, w: x * w * w, 2, 1),
+    "itself": (lambda x, w: x * x + w, 0, 0),
+    "itself in place": (lambda x, w: (x * 1).mul_(x) + w, 0, 0),
+    "itself detached": (lambda x, w: x * x.detach() + w, 0, 0),
+    "no gradient": (lambda x, w: x.detach() * x * w.detach() + w, 0, 0),
+    "real": (lambda x, w: x.real * w, 1, 1),
+    "conjugate": (lambda x, w: x.conj() * w.conj().resolve_conj(), 1, 1),
+    "batched": (lambda x, w: torch.baddbmm(x[None], x[None], w[None]), 1, 1),
+}
+"""And how many saves each reads not for the gradient of its first and of its second operand."""
+
+
+def derivatives(
+    product: str, dtype: torch.dtype, manager: PipelineOffloadManager | None
+) -> list[Tensor | None]:
+    """Of both operands, each and both together; and theirs, of a backward that is differentiated."""
+    function, *passed = PRODUCTS[product]
+    random = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(WIDTH, WIDTH, dtype=dtype, generator=random).requires_grad_() for _ in range(2))
+    if manager is not None:
+        manager.begin_chunk(1, 0)
+    source = group_start(x * 1, "product")
+    with offload_hooks():
+        y = function(source, w)
+    y = group_commit(y, "product")
+    if manager is not None:
+        manager.end_forward(1, 0)
+        manager.begin_backward(1, 0, "I")
+    found: list[Tensor | None] = []
+    for asked, unread in (([x], passed[0]), ([w], passed[1]), ([x, w], 0)):
+        for again in (False, True):
+            before = 0 if manager is None else manager.engine.hooks.passed
+            how = {"create_graph": again, "retain_graph": True, "allow_unused": True}
+            given = torch.autograd.grad(y, asked, y.detach() + 1, **how)
+            # what has the conjugate bit stays
+            if manager is not None and not (dtype.is_complex and product == "conjugate"):
+                assert manager.engine.hooks.passed - before == unread
+            norms = [each.abs().square().sum() for each in given if each is not None and each.requires_grad]
+            found += given
+            if norms:
+                found += torch.autograd.grad(norms, [x, w], retain_graph=True, allow_unused=True)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_parts_of_the_gradients_of_a_product(product: str, dtype: torch.dtype) -> None:
+    expected = derivatives(product, dtype, None)
+    with installed(build_manager(piece_bytes=1)) as manager:
+        found = derivatives(product, dtype, manager)
+        assert manager is not None
+        assert manager.step_end().spilled > 0
+    for ours, its in zip(found, expected, strict=True):
+        assert ours is its or (ours is not None and its is not None and torch.equal(ours, its))
+
+
 def test_a_save_that_was_changed_is_found_out_by_the_half_that_does_not_read_it() -> None:
     """As in torch."""
     linear = nn.Linear(WIDTH, WIDTH, bias=False)

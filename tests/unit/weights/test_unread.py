@@ -37,9 +37,14 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "untransposed": lambda x, w: torch.addmm(x.new_ones(WIDTH), x, w),
     "on the left": lambda x, w: (w @ x.t()).t(),
     "batched": lambda x, w: torch.bmm(x[None], w[None])[0],
+    "batched with a bias": lambda x, w: torch.baddbmm(x.new_ones(WIDTH), x[None], w[None])[0],
     "grouped": lambda x, w: torch._grouped_mm(x, w.expand(2, WIDTH, WIDTH), offs=ENDS),
     "of two": lambda x, w: (lambda t: (x @ t) * ((x * 2) @ t))(w.t()),
     "beside its sum": lambda x, w: (x @ w) * w.sum(),
+    "scaled": lambda x, w: x * w[0],
+    "scaled in place": lambda x, w: (x * 1).mul_(w[:ROWS]),
+    "scaled by one": lambda x, w: w[0, 0] * x,
+    "squared": lambda x, w: x @ (w * w),
     "of itself": lambda x, w: x @ (w @ w),
     "detached": lambda x, w: x @ (w.detach() @ w.t()),
     "twice": lambda x, w: functional.linear(functional.linear(x, w).relu(), w),
@@ -49,7 +54,7 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 """Of the weight of a block."""
 
-READ = {"of itself", "detached", "twice", "back", "seen by a hook", "convolution"}
+READ = {"squared", "of itself", "detached", "twice", "back", "seen by a hook", "convolution"}
 """By the weight's own gradient, or the user's hook; or torch's node hands it to a kernel."""
 
 

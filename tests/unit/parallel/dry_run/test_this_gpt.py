@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from offload import OffloadConfig, OffloadEngine, PipelineOffloadManager
 from offload.device.sim import SimDevice
@@ -23,7 +24,7 @@ from parallel.dry_run.costs import piece_of
 from parallel.dry_run.job import Stage
 from parallel.dry_run.rank_step import RankPlan, RankStep
 from parallel.dry_run.rates import GPUS
-from parallel.dry_run.trace import Trace, trace
+from parallel.dry_run.trace import Trace, trace, trace_halves
 from parallel.transformer import PRESETS, TransformerStage, group_names
 from tests.unit.groups.stack import Driver, installed
 from tests.unit.planner.families import watched
@@ -120,6 +121,30 @@ def test_saved_bytes_and_their_peak_are_those_of_a_real_run(seen: Trace) -> None
     played = step.play(step.keep_all(0)).result
     assert played.peak_bytes == stats.device_bytes_peak
     assert (played.step_s, played.stall_s) == (pytest.approx(step.plain_s()), 0.0)
+
+
+def test_what_the_halves_of_a_split_backward_read_is_what_those_of_a_real_run_were_seen_to() -> None:
+    stage = build_stage()
+    parameters = list(stage.parameters())
+    engine = OffloadEngine(OffloadConfig(min_offloaded_tensor_size=1, piece_bytes=1), device=SimDevice())
+    with installed(PipelineOffloadManager(engine, print_summary=False)) as manager:
+        assert manager is not None
+        manager.begin_chunk(1, 0)
+        x = hidden().requires_grad_()
+        y = stage(x * 1)
+        manager.end_forward(1, 0)
+        manager.begin_backward(1, 0, "I")
+        groups = stage_backward_input([y], [torch.ones_like(y)], [x], iter(parameters))[1]
+        del y
+        manager.end_backward(1, 0, "I")
+        manager.begin_backward(1, 0, "W")
+        stage_backward_weight(iter(parameters), groups)
+        manager.end_backward(1, 0, "W")
+        seen = manager._seen(None).schedule()[1][1, 0]
+        manager.step_end()
+    halves = trace_halves(OneLayer(build_stage()), hidden)
+    assert sum(size.w_bytes for size in seen) == LAYERS * halves.read_bytes
+    assert sum(size.passed_bytes for size in seen) == LAYERS * halves.passed_bytes > 0
 
 
 @pytest.mark.parametrize(
