@@ -31,7 +31,7 @@ from torch import nn
 from offload import marks
 from offload.checkpoint.net import Watch
 from offload.conductor.arbiter import Conductor
-from offload.config import Mode, OffloadConfig, check_min_elements, check_mode
+from offload.config import Mode, OffloadConfig, check_min_elements, check_mode, naming_near
 from offload.device import device_bytes, device_name
 from offload.groups.manager import GroupsManager
 from offload.modules.auto import Auto
@@ -316,6 +316,7 @@ class Applied:
         return f"<offload.apply({self._name}, mode={self.mode!r}{state}): {what}>"
 
 
+@naming_near
 def apply(
     model: nn.Module,
     mode: Mode | None = None,

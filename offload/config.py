@@ -7,10 +7,13 @@ where a name says elements. They may be given as text ("8GB"), and are held as w
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from offload.described import described
 from offload.sizes import is_count, optional_bytes, parse_bytes
@@ -28,9 +31,11 @@ __all__ = [
     "checked_config",
     "config_or_fields",
     "load_fields",
+    "naming_near",
 ]
 
 C = TypeVar("C")
+P = ParamSpec("P")
 
 MIB = 1 << 20
 
@@ -95,6 +100,23 @@ def config_or_fields(kind: type[C], config: C | None, given: Mapping[str, Any], 
             "or leave it out"
         )
     return kind(**given) if config is None else config
+
+
+def naming_near(call: Callable[P, C]) -> Callable[P, C]:
+    """`call`, whose TypeError for an argument that it does not have names the nearest one that there is."""
+    known = signature(call).parameters
+
+    @wraps(call)
+    def called(*arguments: P.args, **named: P.kwargs) -> C:
+        for name in (each for each in named if each not in known):
+            said = f"{call.__qualname__.removesuffix('.__init__')}() has no argument {name!r}"
+            for who, names in (("it", known), ("OffloadConfig", signature(OffloadConfig).parameters)):
+                if near := get_close_matches(name, names, 1, 0.75):
+                    raise TypeError(f"{said}; {who} has {near[0]!r}")
+            raise TypeError(f"{said}; it has {', '.join(each for each in known if each != 'self')}")
+        return call(*arguments, **named)
+
+    return called
 
 
 def check_mode(name: str, value: object) -> Mode:
@@ -262,6 +284,9 @@ class OffloadConfig:
                 f"host_reserve_bytes is {self.host_reserve_bytes:,} but host_limit_bytes only "
                 f"{self.host_limit_bytes:,}; raise the limit or reserve less"
             )
+
+
+OffloadConfig.__init__ = naming_near(OffloadConfig.__init__)  # type: ignore[method-assign]
 
 
 def checked_config(config: object) -> OffloadConfig:

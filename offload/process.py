@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from offload.config import OffloadConfig, checked_config
+from offload.config import OffloadConfig, checked_config, naming_near
 from offload.engine import OffloadEngine
 from offload.engines import default_engine, replace_engine
 from offload.groups.manager import GroupsManager
@@ -59,6 +59,7 @@ def close_manager() -> None:
         put_manager(None)
 
 
+@naming_near
 def configure(
     config: OffloadConfig | None = None,
     *,

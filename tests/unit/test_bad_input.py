@@ -144,6 +144,26 @@ CALLS: dict[str, tuple[Call, type[BaseException], str]] = {
         TypeError,
         "unexpected keyword argument 'fraction'",
     ),  # type: ignore[call-arg]
+    "a limit by its name in apply": (
+        lambda: OffloadConfig(device_limit="1GB"),
+        TypeError,
+        r"OffloadConfig\(\) has no argument 'device_limit'; it has 'device_limit_bytes'",
+    ),  # type: ignore[call-arg]
+    "a limit without a config": (
+        lambda: configure(device_limit="1GB"),
+        TypeError,
+        r"configure\(\) has no argument 'device_limit'; OffloadConfig has 'device_limit_bytes'",
+    ),  # type: ignore[call-arg]
+    "a word that is misspelt": (
+        lambda: offload.apply(torch.nn.Linear(1, 1), device_totl="1GB"),
+        TypeError,
+        r"apply\(\) has no argument 'device_totl'; it has 'device_total'",
+    ),  # type: ignore[call-arg]
+    "a word that is like no other": (
+        lambda: configure(zebra=1),
+        TypeError,
+        r"configure\(\) has no argument 'zebra'; it has config, device, store",
+    ),  # type: ignore[call-arg]
     "announced stage": (
         lambda: the_manager().begin_chunk(-1, 0),
         ValueError,
