@@ -23,7 +23,7 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, ParamSpec, Protocol
+from typing import Any, Literal, ParamSpec, Protocol, Self
 
 import torch
 from torch import nn
@@ -115,7 +115,7 @@ class Applied:
 
     mode: as it was asked for. groups: names of the modules, by group; a group is offloaded together. weights:
     what streams of the blocks' weights, None where none does. gradients: the same of those on the host.
-    conductor: who arbitrates, None without one.
+    conductor: who arbitrates, None without one. In a `with`, the handle is removed at its end.
     """
 
     def __init__(
@@ -240,6 +240,12 @@ class Applied:
             for config in self._caching:
                 if not any(config is held for held in others):
                     config.use_cache = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.remove()
 
     def dequantize(self, block: str = "*") -> None:
         """Make the INT8 weights of a block plain: from here on they wait as the elements that they are
@@ -620,11 +626,8 @@ def _context_of(applies: Callable[_P, Applied]) -> Callable[_P, AbstractContextM
     @contextmanager
     def activations(*arguments: _P.args, **named: _P.kwargs) -> Iterator[Applied]:
         """`apply` for the forwards inside; `remove` at the end. A backward may come after it."""
-        handle = applies(*arguments, **named)
-        try:
+        with applies(*arguments, **named) as handle:
             yield handle
-        finally:
-            handle.remove()
 
     return activations
 

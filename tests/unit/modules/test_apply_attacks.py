@@ -131,12 +131,16 @@ def test_after_an_interrupt_the_next_forward_closes_what_was_left_open(
     assert equal(ours, [layer.fc1.weight.grad for layer in plain.layers])
 
 
-def test_after_an_interrupt_remove_closes_what_was_left_open(manager: PipelineOffloadManager) -> None:
+@pytest.mark.parametrize("opened", [offload.activations, offload.apply])
+def test_after_an_interrupt_remove_closes_what_was_left_open(
+    opened: Any, manager: PipelineOffloadManager
+) -> None:
     model = build()
     model.layers[1].drop = middle = Interrupted()
     middle.raises = True
-    with pytest.raises(KeyboardInterrupt), offload.activations(model, min_numel=1):
+    with pytest.raises(KeyboardInterrupt), opened(model, min_numel=1) as handle:
         model(inputs())
+    assert "removed" in repr(handle)
     assert not hooks_left()
 
 
