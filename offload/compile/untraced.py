@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 from torch._C._dynamo import eval_frame as frames
 from torch._compile import _disable_dynamo
 
-__all__ = ["import_compiler", "untraced"]
+__all__ = ["Unscripted", "import_compiler", "untraced"]
 
 _TRACED = "offload.checkpoint.selective"
 """The file that the compiler looks into: a context_fn that is traced raises an error of its own."""
@@ -56,6 +56,19 @@ def untraced(function: F) -> F:
     wrapper._torchdynamo_disable = True  # so that the error and the list of graph breaks give the reason
     wrapper._torchdynamo_disable_msg = _REASON
     return cast(F, wrapper)
+
+
+class Unscripted:
+    """A module's hook that torch.jit.script cannot compile with the module: it asks for the name first."""
+
+    __slots__ = ()
+
+    @property
+    def __name__(self) -> str:
+        raise AttributeError(
+            "torch.jit.script compiles the hooks of a module with it, and those of offload.apply and of "
+            'overlap="forward" are of Python: call remove() on the handle, or close() on the optimizer, first'
+        )
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from offload.compile.untraced import untraced
+from offload.compile.untraced import Unscripted, untraced
 
 __all__ = ["INTERRUPTED", "CallsUnderWay", "HookPair", "output_tensors"]
 
@@ -45,7 +45,7 @@ def _copied_hook() -> Callable[..., None]:
     return _in_a_copy
 
 
-class _Hook:
+class _Hook(Unscripted):
     """A hook that a copy of its module does not keep."""
 
     def __init__(self, run: Callable[..., None]) -> None:

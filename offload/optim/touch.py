@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.client import weakly
-from offload.compile.untraced import untraced
+from offload.compile.untraced import Unscripted, untraced
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.optim.stepping import HostedSteps
@@ -202,7 +202,7 @@ class WeightWatch:
             )
 
 
-class _Hook:
+class _Hook(Unscripted):
     """Before a module's forward. A copy of the module, or what is read from a pickle of it, has its own
     weights and nothing to wait for."""
 

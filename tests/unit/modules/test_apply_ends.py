@@ -69,6 +69,21 @@ def test_remove_puts_the_model_back_and_leaves_a_pending_backward_right(
     assert len(again.blocks) == 3
 
 
+def test_a_model_is_scripted_once_its_hooks_are_gone(manager: PipelineOffloadManager) -> None:
+    """torch's error was that a `_Hook` has no `__name__`."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    handle = offload.apply(model, min_numel=1)
+    with pytest.raises(AttributeError, match=r"call remove\(\) on the handle"):
+        torch.jit.script(model)
+    handle.remove()
+    optimizer = offload.HybridDeviceOptimizer(model.parameters(), 1.0, overlap="forward", model=model)
+    with pytest.raises(AttributeError, match=r"or close\(\) on the optimizer"):
+        torch.jit.script(model)
+    optimizer.close()
+    x = torch.ones(ROWS, WIDTH)
+    assert torch.equal(torch.jit.script(model)(x), model(x))
+
+
 @pytest.mark.parametrize("mode", ["groups", "hidden_states", "selective"])
 def test_after_remove_no_host_memory_is_lent_though_no_step_has_ended(
     mode: Any, manager: PipelineOffloadManager
