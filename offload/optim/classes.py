@@ -37,8 +37,9 @@ GPU's."""
 def checked_class(name: str, cls: object, kwargs: Mapping[str, Any]) -> type[Optimizer]:
     """The class, if it can be made with `kwargs`. Raises ValueError that says which argument is wrong."""
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        found = f"an object of {type(cls).__name__}" if isinstance(cls, Optimizer) else repr(cls)
         raise ValueError(
-            f"{name} is {cls!r}, must be a class derived from torch.optim.Optimizer, such as "
+            f"{name} is {found}, must be a class derived from torch.optim.Optimizer, such as "
             "torch.optim.AdamW"
         )
     signature = inspect.signature(cls)

@@ -134,6 +134,8 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         cpu_threads: of the CPU optimizer. None: as many as torch would use on the cores near the device, less
             two.
         """
+        if isinstance(params, nn.Module):
+            raise ValueError(f"params is a {type(params).__name__}; give what its .parameters() returns")
         cpu_cls = cpu_optimizer_cls or gpu_optimizer_cls or AdamW
         gpu_cls = gpu_optimizer_cls or cpu_optimizer_cls or AdamW
         check_fraction("offload_fraction", offload_fraction)

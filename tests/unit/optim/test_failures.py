@@ -58,6 +58,10 @@ FUSED = {"lr": 1e-2, "fused": True}
             r"cpu_optimizer_cls SGD cannot be made with lr=0.01, betas=\(0.9, 0.99\): .*; it takes lr, "
             r"momentum",
         ),
+        (
+            {"cpu_optimizer_cls": torch.optim.SGD([torch.ones(1)])},
+            "cpu_optimizer_cls is an object of SGD, must be a class",
+        ),
         ({"lr": -1.0}, "Invalid learning rate: -1.0"),
         ({"capturable": True}, "capturable=True is for an optimizer that lives on the device"),
         (
@@ -82,6 +86,8 @@ def test_parameters_that_cannot_be_stepped_are_refused_by_name() -> None:
         match=r"parameter 1 \(32 elements of torch.float32\) has strides \(8, 2\) for shape \(8, 4\)",
     ):
         HybridDeviceOptimizer([nn.Parameter(torch.zeros(3)), holes], 1.0, lr=0.1)
+    with pytest.raises(ValueError, match=r"params is a Linear; give what its \.parameters\(\) returns"):
+        HybridDeviceOptimizer(nn.Linear(1, 1), lr=0.1)
     with pytest.raises(ValueError, match=r"parameter 0 .* is not of a floating-point type"):
         HybridDeviceOptimizer([torch.zeros(3, dtype=torch.int32)], 1.0, lr=0.1)
     with pytest.raises(ValueError, match=r"parameter 0 .* is on meta, and the optimizer's device is sim"):
