@@ -45,8 +45,11 @@ from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
 from offload.sizes import argument_bytes, bytes_text
+from offload.telemetry.speaker import speaker
 
 __all__ = ["Compared", "Comparison", "compare"]
+
+logger = speaker(__name__)
 
 _LEAST_STEPS, _MOST_STEPS = 2, 12
 """Of a mode. "auto" measures in the first ones."""
@@ -203,12 +206,24 @@ def _compared(
     engine = marks.default_manager().engine
     config, ends = engine.config, time.monotonic() + budget_s
     rows: list[Compared] = []
-    with _kept(model, stateful) as put_back, tqdm(given, "offload.compare", leave=False, disable=None) as bar:
+    with (
+        _kept(model, stateful) as (put_back, optimizers),
+        tqdm(given, "offload.compare", leave=False, disable=None) as bar,
+    ):
         for index, arguments in enumerate(bar):
             bar.set_postfix_str(str(arguments))
             seconds = (ends - time.monotonic()) / (len(given) - index)
+            written = _versions_of(model)
             try:
                 row = _tried(ranks, model, step, arguments, seconds)
+                trains = optimizers.stepped or _versions_of(model) != written
+                if arguments == _NOTHING and row.steps and not trains:
+                    logger.warning(
+                        "compare(): in %s steps no optimizer stepped, and no weight of %s was written, so "
+                        "the table is not that of training; a step does all from forward to zero_grad()",
+                        row.steps,
+                        type(model).__name__,
+                    )
             finally:
                 _clear(engine, config, put_back)
             row = _agreed(row, ranks.tell(vars(row)))
@@ -219,6 +234,10 @@ def _compared(
     is_simulated = engine.device.torch_device.type != "cuda"
     link = "on the simulated device: times say nothing of a GPU, and a peak is of saved tensors alone"
     return Comparison(tuple(rows), within_bytes, link if is_simulated else "")
+
+
+def _versions_of(model: nn.Module) -> list[int]:
+    return [each._version for each in model.parameters() if not each.is_inference()]
 
 
 def _modes(within_bytes: int | None) -> list[dict[str, Any]]:
@@ -460,9 +479,14 @@ class _Optimizers:
             with suppress(OffloadError, AttributeError):  # closed, failed, or never built: it steps no more
                 if not self._parameters.isdisjoint(_parameters_of(optimizer)):
                     self.see(optimizer)
-        self._seeing = register_optimizer_step_pre_hook(self.see)
+        self.stepped = False
+        self._seeing = register_optimizer_step_pre_hook(self._before_step)
 
-    def see(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.stepped = True
+        self.see(optimizer)
+
+    def see(self, optimizer: Optimizer) -> None:
         if id(optimizer) in self._kept or any(optimizer in each.sub_optimizers for each in self._hybrids):
             return
         if isinstance(optimizer, HybridDeviceOptimizer):
@@ -487,8 +511,8 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 @contextmanager
-def _kept(model: nn.Module, stateful: Sequence[Any]) -> Iterator[Callable[[], None]]:
-    """Inside, the value puts everything back; at the end it is put back, too."""
+def _kept(model: nn.Module, stateful: Sequence[Any]) -> Iterator[tuple[Callable[[], None], _Optimizers]]:
+    """Inside, the first value puts everything back; at the end it is put back, too."""
     parameters = {parameter: parameter.requires_grad for parameter in model.parameters()}
     buffers = [(module, dict(module._buffers), module.training) for module in model.modules()]
     tensors = _Tensors([*parameters, *model.buffers()])
@@ -522,7 +546,7 @@ def _kept(model: nn.Module, stateful: Sequence[Any]) -> Iterator[Callable[[], No
             numpy.random.set_state(of_numpy)
 
     try:
-        yield put_back
+        yield put_back, optimizers
     finally:
         optimizers.close()
         put_back()

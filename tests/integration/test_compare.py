@@ -209,6 +209,21 @@ def test_limits_of_the_process_are_as_they_were(caplog: pytest.LogCaptureFixture
     assert engine.arena.stats().lent_bytes == 0
 
 
+def test_a_step_that_trains_nothing_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop("SGD", 0)
+    offload.compare(loop.model, lambda: None, modes=[False], budget_s=0.01)
+    (said,) = caplog.messages
+    assert "in 12 steps no optimizer stepped, and no weight of Model was written" in said
+
+    def by_hand() -> None:
+        with torch.no_grad():
+            next(loop.model.parameters()).mul_(0.5)
+
+    for trains in (loop.step, by_hand):
+        offload.compare(loop.model, trains, modes=["checkpoint", False], budget_s=0.01)
+    assert caplog.messages == [said]
+
+
 def test_what_cannot_be_compared_is_refused() -> None:
     loop = Loop("SGD", 0)
     for given in ((loop.model, None), (loop.step, loop.model)):
