@@ -35,6 +35,9 @@ class _Known(NamedTuple):
     passed_bytes: int
 
 
+_NOT_READ = _Known(_NOTHING, 0, 0, 0)
+
+
 class RecomputedHalves:
     """What halves of split backwards compute again, for one manager. Callers hold the engine's lock, but for
     `CallReads`."""
@@ -83,11 +86,11 @@ class RecomputedHalves:
 
     def seen(self) -> dict[ChunkKey, list[tuple[int, int, bool]]]:
         """Bytes that a W was seen to read of each recomputed call, in forward order by chunk of this step,
-        those of them that the I did not read, and whether the I left them; without the calls that were not
-        seen."""
+        those of them that the I did not read, and whether the W computed nothing again; without the calls
+        that were not seen."""
         return {
             chunk: [
-                (known.nbytes, known.passed_bytes, place in self.left(chunk))
+                (known.nbytes, known.passed_bytes, known is _NOT_READ or place in self.left(chunk))
                 for place in places
                 if (known := self._known.get((chunk.stage, place))) is not None
             ]
@@ -96,10 +99,13 @@ class RecomputedHalves:
 
     def end(self) -> None:
         """The half is over: its recomputes are gone, but for what an I leaves."""
-        self.half, self.chunk = "", None
+        half, chunk, self.half, self.chunk = self.half, self.chunk, "", None
         calls, self._calls = self._calls, []
         for call in calls:
             call.let_go(ended=True)
+        if half == "W" and chunk is not None:
+            for place in self._places.get(chunk, ()):  # a block that is frozen
+                self._known.setdefault((chunk.stage, place), _NOT_READ)
         self.engine.transfers.claim(0)
 
     def end_step(self) -> None:

@@ -59,13 +59,16 @@ def one_rank() -> Iterator[None]:
 
 
 class Pipeline:
-    """All stages of a schedule on this rank. mode: of `apply`; None for none."""
+    """All stages of a schedule on this rank. mode: of `apply`; None for none. frozen: the first blocks of
+    each."""
 
-    def __init__(self, name: str, mode: Any, **options: Any) -> None:
+    def __init__(self, name: str, mode: Any, frozen: int = 0, **options: Any) -> None:
         torch.manual_seed(0)
         count = SCHEDULES[name].default_virtual_stages
         example = torch.empty(ROWS, WIDTH, device="meta", requires_grad=True)
         modules = [nn.Sequential(*(Block() for _ in range(LAYERS))) for _ in range(count)]
+        for module in modules:
+            module[:frozen].requires_grad_(False)
         self.handles = [offload.apply(module, mode=mode, **options) for module in modules if mode]
         self.stages = [
             OffloadPipelineStage(
@@ -98,9 +101,9 @@ class Pipeline:
         return [gradient for gradient in found if gradient is not None]
 
 
-def expected(name: str) -> list[Tensor]:
+def expected(name: str, frozen: int = 0) -> list[Tensor]:
     with installed(None):
-        return Pipeline(name, None).step()
+        return Pipeline(name, None, frozen).step()
 
 
 def same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
@@ -137,6 +140,7 @@ class Stage:
         torch.manual_seed(0)
         self.module = nn.Sequential(*(Block() for _ in range(LAYERS)))
         self.graphs: dict[int, Any] = {}
+        self.reads: Sequence[tuple[int, int, bool]] = ()  # of the last chunk
 
     def run(self, manager: Any, text: str) -> list[tuple[str, int, int]]:
         """Each action with the forwards that it ran and the bytes that wait on the device after it."""
@@ -161,6 +165,7 @@ class Stage:
                     stage_backward_weight(iter(parameters), self.graphs.pop(microbatch))
                 manager.end_backward(*action.chunk, kind)
             seen.append((word, Block.forwards, manager.engine.transfers.resident_bytes))
+        self.reads = manager.again.seen()[action.chunk]
         manager.step_end()
         return seen
 
@@ -169,20 +174,36 @@ LEFT = 3 * SAVE + 2 * 4 * ROWS
 """Of a block: the norm's input and output, what the last product reads, and the norm's two numbers a row."""
 
 
-@pytest.mark.parametrize(("room", "blocks"), [(0, 0), (LEFT - 1, 0), (LEFT, 1), (9 * LEFT, 2)])
+@pytest.mark.parametrize(
+    ("room", "frozen", "blocks"),
+    [
+        (0, (), 0),
+        (LEFT - 1, (), 0),
+        (LEFT, (), 1),
+        (9 * LEFT, (), 2),
+        (LEFT - 1, (0,), 0),
+        (LEFT, (0,), 1),
+        (LEFT - 1, (1,), 0),
+    ],
+)
 def test_the_first_blocks_leave_what_the_room_holds_and_it_is_counted_until_the_weight_half(
-    room: int, blocks: int
+    room: int, frozen: tuple[int, ...], blocks: int
 ) -> None:
+    """A block that is frozen leaves nothing, and does not end what those after it leave."""
     with installed(build_manager(max_restoring_bytes=0)) as manager:
         assert manager is not None
         impose(manager.engine, again_room_bytes=room)
         stage = Stage()
+        for at in frozen:
+            stage.module[at].requires_grad_(False)
         handle = offload.apply(stage.module, mode="hidden_states")
         stage.run(manager, "1F0 1I0 1W0")
         seen = stage.run(manager, "1F0 1F1 1I0 1I1 1W0 1W1")
         handle.remove()
         again = {word: forwards for word, forwards, _ in seen if "F" not in word}
-        assert again == {"1I0": 2, "1I1": 2, "1W0": LAYERS - blocks, "1W1": LAYERS - blocks}
+        weight_half = LAYERS - len(frozen) - blocks
+        assert again == {"1I0": 2, "1I1": 2, "1W0": weight_half, "1W1": weight_half}
+        assert [left for *_, left in stage.reads].count(False) == weight_half
         after = {word: nbytes for word, _, nbytes in seen}
         assert (after["1I1"], after["1W0"], after["1W1"]) == (2 * blocks * LEFT, blocks * LEFT, 0)
 
@@ -223,10 +244,11 @@ def test_a_block_that_is_computed_by_a_whole_backward_of_a_split_schedule_gives_
 
 
 @pytest.mark.req("S2-98", "S2-102")
+@pytest.mark.parametrize("frozen", [0, 1])
 def test_a_plan_of_mode_auto_says_how_much_an_input_half_leaves_and_gradients_are_bitwise(
-    monkeypatch: pytest.MonkeyPatch,
+    frozen: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = expected("zbv")
+    wanted = expected("zbv", frozen)
     seconds = {"F": 1e-4, "B": 2e-4, "I": 2e-4, "W": 1e-4}
     times = {
         Action(kind, s, m): seconds[kind] for kind in "FBIW" for s in range(2) for m in range(MICROBATCHES)
@@ -235,7 +257,7 @@ def test_a_plan_of_mode_auto_says_how_much_an_input_half_leaves_and_gradients_ar
     with installed(build_manager()) as manager:
         assert manager is not None
         manager.engine.rates = Rates(d2h_bytes_per_s=2e7, h2d_bytes_per_s=2e7)
-        pipeline = Pipeline("zbv", "auto", device_total=f"{14 * SAVE}B")
+        pipeline = Pipeline("zbv", "auto", frozen, device_total=f"{14 * SAVE}B")
         rooms = []
         for step in range(6):
             assert same(pipeline.step(), wanted)
@@ -248,7 +270,7 @@ def test_a_plan_of_mode_auto_says_how_much_an_input_half_leaves_and_gradients_ar
         assert rooms[-1] == plan.again_room_bytes > 0
         reads = {(block.w_bytes, block.passed_bytes) for block in plan.problem.blocks[1, 0]}
         # the norm's output and what the last product reads are for their weights alone
-        assert reads == {(LEFT, 2 * SAVE)}, "as it was seen"
+        assert reads == {(LEFT, 2 * SAVE)} | ({(0, 0)} if frozen else set()), "as it was seen"
 
 
 ORDER = "1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3"
