@@ -76,9 +76,10 @@ class TopKRouter(nn.Module):
         counts_PE = counts_E[None] if self.group is None else _gathered(counts_E, self.group)
         if self._is_counted(x_TD):
             self.tokens_E = counts_E.long() if self.tokens_E is None else self.tokens_E + counts_E
-        if config.balance == "loss" and torch.is_grad_enabled():
+        if config.balance == "loss" and (self.training or torch.is_grad_enabled()):
             loss = config.rate * _imbalance(probs_TE, counts_PE)
-            self.auxiliary_loss = loss.detach()
+            if torch._C._current_graph_task_id() == -1:  # else it is a recompute, of an earlier forward
+                self.auxiliary_loss = loss.detach()
             weights_TK = _WithLoss.apply(weights_TK, loss, self.loss_scale)  # type: ignore[no-untyped-call]
         return Routing(experts_TK, weights_TK, order_R, ends_E, counts_PE)
 

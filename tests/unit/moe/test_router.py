@@ -100,13 +100,18 @@ def test_the_backward_adds_the_gradient_of_the_auxiliary_loss(scale: float | Ten
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_recompute_adds_the_auxiliary_loss_once(use_reentrant: bool) -> None:
+def test_a_recompute_adds_the_auxiliary_loss_once_and_it_is_the_last_forwards(use_reentrant: bool) -> None:
+    """Of two forwards whose backwards came in reverse, the first one's loss was left, by its recompute."""
     x = rows().requires_grad_()
     router = drawn(EIGHT.with_(balance="loss", balance_rate=0.5))
     expected = gate_gradient(router, x)
     router.zero_grad()
     weights = checkpoint(lambda x: router(x).weights_TK, x, use_reentrant=use_reentrant)
+    router(rows(5))
+    last = router.auxiliary_loss
+    assert last is not None
     (weights**2).sum().backward()
+    assert router.auxiliary_loss is last
     assert router.gate.weight.grad is not None
     assert torch.equal(router.gate.weight.grad, expected)
 
