@@ -43,7 +43,7 @@ from offload.compat.tensor_pool import TensorPool as TensorPool
 from offload.conductor.arbiter import Conductor as Conductor
 from offload.conductor.config import ConductorConfig as ConductorConfig
 from offload.config import OffloadConfig
-from offload.device.numbers import read_numbers
+from offload.device.numbers import read_numbers as read_numbers
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError as CaptureError
 from offload.errors import GroupOrderError as GroupOrderError
@@ -114,7 +114,6 @@ __all__ = [
     "mark_not_offloadable",
     "offload_hooks",
     "plot",
-    "read_numbers",
     "report",
     "selective_contexts",
     "step_end",

@@ -514,7 +514,10 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 def _kept(model: nn.Module, stateful: Sequence[Any]) -> Iterator[tuple[Callable[[], None], _Optimizers]]:
     """Inside, the first value puts everything back; at the end it is put back, too."""
     parameters = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    buffers = [(module, dict(module._buffers), module.training) for module in model.modules()]
+    modules = [
+        (module, dict(module._buffers), dict(module._parameters), module.training)
+        for module in model.modules()
+    ]
     tensors = _Tensors([*parameters, *model.buffers()])
     grads = {parameter: parameter.grad for parameter in parameters}
     gradients = _Tensors(each for each in grads.values() if each is not None)
@@ -526,9 +529,13 @@ def _kept(model: nn.Module, stateful: Sequence[Any]) -> Iterator[tuple[Callable[
     optimizers = _Optimizers(parameters)
 
     def put_back() -> None:
-        for module, named, training in buffers:
+        for module, named, weights, training in modules:
             module._buffers.clear()
             module._buffers.update(named)
+            changed = {*weights.values()} ^ {*module._parameters.values()}
+            if all(type(each) in (nn.Parameter, type(None)) for each in changed):  # FSDP exchanges its own
+                module._parameters.clear()
+                module._parameters.update(weights)
             module.training = training
         tensors.put_back()
         for parameter, requires_grad in parameters.items():

@@ -141,10 +141,13 @@ class Worker(Generic[T]):
             if not self._queue:
                 return False
             job = self._queue.popleft()
-            job.state = JobState.RUNNING
-            self._num_running += 1
+            self._begin(job)
         self._run(job)
         return True
+
+    def _begin(self, job: Job[T]) -> None:
+        job.state = JobState.RUNNING
+        self._num_running += 1
 
     def _run(self, job: Job[T]) -> None:
         run, job.run = job.run, None
