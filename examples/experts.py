@@ -4,6 +4,8 @@ output. DistributedDataParallel has the rest of the model.
     torchrun --nproc-per-node 2 examples/experts.py
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch.nn import functional
@@ -49,7 +51,7 @@ def main(steps: int = 6) -> None:
 
 
 if __name__ == "__main__":
-    if not dist.is_torchelastic_launched():
+    if "RANK" not in os.environ:
         raise SystemExit("launch it: torchrun --nproc-per-node 2 examples/experts.py")
     dist.init_process_group()
     main()

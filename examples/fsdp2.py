@@ -4,6 +4,8 @@ where FSDP puts them.
     torchrun --nproc-per-node 2 examples/fsdp2.py
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -45,7 +47,7 @@ def main(steps: int = 3) -> None:
 
 
 if __name__ == "__main__":
-    if not dist.is_torchelastic_launched():
+    if "RANK" not in os.environ:
         raise SystemExit("launch it: torchrun --nproc-per-node 2 examples/fsdp2.py")
     dist.init_process_group()
     main()

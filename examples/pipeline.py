@@ -4,6 +4,8 @@ under a limit.
     torchrun --nproc-per-node 2 examples/pipeline.py
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -53,7 +55,7 @@ def main(steps: int = 3) -> None:
 
 
 if __name__ == "__main__":
-    if not dist.is_torchelastic_launched():
+    if "RANK" not in os.environ:
         raise SystemExit("launch it: torchrun --nproc-per-node 2 examples/pipeline.py")
     dist.init_process_group()
     main()

@@ -216,8 +216,8 @@ def _compared(
             written = _versions_of(model)
             try:
                 row = _tried(ranks, model, step, arguments, seconds)
-                trains = optimizers.stepped or _versions_of(model) != written
-                if arguments == _NOTHING and row.steps and not trains:
+                idle = arguments == _NOTHING and row.steps and not optimizers.stepped
+                if idle and _versions_of(model) == written:
                     logger.warning(
                         "compare(): in %s steps no optimizer stepped, and no weight of %s was written, so "
                         "the table is not that of training; a step does all from forward to zero_grad()",

@@ -26,24 +26,26 @@ def read_numbers(tensor: Tensor) -> Any:
     """As `tensor.tolist()`, without waiting for the copies to the host that are queued.
 
     tensor: of any shape and dtype. On a GPU it comes past the copies if it is a plain tensor of at most
-        64 KiB; else, and on other devices, as `tolist()` brings it.
+        64 KiB; else, on other devices, and inside a transform of torch.func, as `tolist()` brings it.
     Blocks the host: until the current stream has computed it, as `tolist()` does.
     Raises in the capture of a CUDA graph, as `tolist()` does.
     """
-    nbytes = tensor.numel() * tensor.itemsize
-    plain = type(tensor) is Tensor and not (tensor.is_conj() or tensor.is_neg())
-    if not (tensor.is_cuda and plain and 0 < nbytes <= _PAGE_BYTES) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not tensor.is_cuda or torch.cuda.is_current_stream_capturing():
         return tensor.tolist()
-    stream = torch.cuda.current_stream(tensor.device)
-    if torch.cuda.is_current_stream_capturing():
+    nbytes = tensor.numel() * tensor.itemsize
+    is_plain = type(tensor) is Tensor and not (tensor.is_conj() or tensor.is_neg())
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if not is_plain or is_transformed or not 0 < nbytes <= _PAGE_BYTES:
         return tensor.tolist()
     free = _free_pages.setdefault(tensor.get_device(), [])
     page = free.pop() if free else _Page(tensor.device)
     # no mode and no autograd sees it
     with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd():
         flat = tensor.contiguous().view(-1).view(torch.uint8)
+        # on the current stream, for which the host waits before it reads; until then this call holds what is
+        # read (`flat`) and what is written (`page`), and no other reader is given the page
         torch.bitwise_or(flat, 0, out=page.on_device[:nbytes])  # copy_ would take a copy engine
-        stream.synchronize()
+        torch.cuda.current_stream(tensor.device).synchronize()
         numbers = page.host[:nbytes].view(tensor.dtype).view(tensor.shape).tolist()
     free.append(page)
     return numbers
@@ -62,7 +64,8 @@ class _Page:
             "data": (self.host.data_ptr(), False),
             "version": 2,
         }
-        self.on_device = torch.as_tensor(self, device=device)
+        with torch.inference_mode(False):  # it outlives the mode that its first reader is in
+            self.on_device = torch.as_tensor(self, device=device)
 
 
 _free_pages: dict[int, list[_Page]] = {}

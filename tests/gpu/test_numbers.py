@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import offload
+from offload.device import numbers
 
 pytestmark = pytest.mark.gpu
 
@@ -65,6 +66,24 @@ def test_each_thread_reads_its_own() -> None:
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(read, range(8)))
+
+
+def test_a_page_that_was_made_in_inference_mode_serves_outside_of_it() -> None:
+    counts = torch.arange(8, device="cuda")
+    numbers._free_pages.clear()
+    with torch.inference_mode():
+        assert offload.read_numbers(counts + 1) == [*range(1, 9)]
+    assert offload.read_numbers(counts) == [*range(8)]
+
+
+def test_inside_a_transform_it_is_tolist() -> None:
+    counts = torch.arange(8, device="cuda")
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        assert offload.read_numbers(counts) == [*range(8)]
+        return x.sum()
+
+    assert torch.equal(torch.func.grad(loss)(torch.ones(3, device="cuda")), torch.ones(3, device="cuda"))
 
 
 def test_a_capture_refuses() -> None:
