@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 from offload import marks
 from offload.apply import apply, is_applied
-from offload.config import Mode, check_mode
+from offload.config import Mode, check_mode, naming_near
 from offload.device import device_bytes
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
@@ -142,6 +142,7 @@ class Comparison:
         return "\n".join(line for line in (within, self.link, table) if line)
 
 
+@naming_near
 def compare(
     model: nn.Module,
     step: Callable[[], object],

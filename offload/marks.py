@@ -35,6 +35,7 @@ from offload import process
 from offload.checkpoint.kept import Operator
 from offload.checkpoint.selective import Contexts, contexts_for
 from offload.compile.untraced import untraced
+from offload.config import naming_near
 from offload.errors import GroupOrderError
 from offload.groups.graphs import check_event, record_event
 from offload.groups.manager import GroupsManager
@@ -79,6 +80,7 @@ T = TypeVar("T", torch.Tensor, tuple[Any, ...], list[Any])
 
 
 @untraced
+@naming_near
 def init_chunk_handler(
     vp_size: int | None = None,
     vp_stage: int | None = None,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from offload.config import check_flags, check_index, load_fields
+from offload.config import check_flags, check_index, load_fields, naming_near
 from offload.described import described
 from offload.spill.backend_cpu import checked_classes
 
@@ -138,3 +138,6 @@ class ActivationConfig:
         tuples; fields that are left out have their defaults. Raises ValueError for another strategy, a field
         that is not known, or a value that cannot be."""
         return cls(**load_fields(cls, source, _WAY, "the watermark runtime"))
+
+
+ActivationConfig.__init__ = naming_near(ActivationConfig.__init__)  # type: ignore[method-assign]

@@ -142,7 +142,7 @@ CALLS: dict[str, tuple[Call, type[BaseException], str]] = {
     "an unknown keyword": (
         lambda: init_chunk_handler(fraction=1),
         TypeError,
-        "unexpected keyword argument 'fraction'",
+        r"init_chunk_handler\(\) has no argument 'fraction'; it has vp_size, .*activation_offload_fraction",
     ),  # type: ignore[call-arg]
     "a limit by its name in apply": (
         lambda: OffloadConfig(device_limit="1GB"),
@@ -158,6 +158,16 @@ CALLS: dict[str, tuple[Call, type[BaseException], str]] = {
         lambda: offload.apply(torch.nn.Linear(1, 1), device_totl="1GB"),
         TypeError,
         r"apply\(\) has no argument 'device_totl'; it has 'device_total'",
+    ),  # type: ignore[call-arg]
+    "a mark of the watermark": (
+        lambda: offload.ActivationRuntime(vram_high_watermark=1),
+        TypeError,
+        r"ActivationConfig\(\) has no argument 'vram_high_watermark'; it has 'vram_high_watermark_mb'",
+    ),
+    "a word of compare": (
+        lambda: offload.compare(torch.nn.Linear(1, 1), int, withn="1GB"),
+        TypeError,
+        r"compare\(\) has no argument 'withn'; it has 'within'",
     ),  # type: ignore[call-arg]
     "a word that is like no other": (
         lambda: configure(zebra=1),
