@@ -211,7 +211,7 @@ class Applied:
             raise ValueError(f"remove(device={device!r}) of {self!r}, which moved no weights; use model.to()")
         where = None if device is None else device_of(device)
         root.calls.end_interrupted(sys._getframe())
-        if root.calls.innermost_last:
+        if root.calls:
             raise ValueError(
                 f"remove() of {self!r} inside a forward of its modules, which has hooks open; call it when "
                 "the forward has returned"

@@ -188,7 +188,7 @@ class Finder:
         sizes = frozenset[int]().union(*(candidate.sizes for candidate in behind))
         for storage in (part.untyped_storage() for part in made if behind and _is_whole(part)):
             self._candidates[storage._cdata] = _Candidate(WeakStorage(storage), {}, sizes)
-        if made and output is made[0] and not (why_not or random):
+        if made and output is made[0] and not (why_not or random or output.is_inference()):
             storage = output.untyped_storage()
             layout = output.size(), output.stride(), int(output.storage_offset())
             maker = _Maker(WeakStorage(storage), place, make, layout, output.dtype, output._version)

@@ -245,8 +245,8 @@ class RecomputedCall:
         if self._interrupted:
             raise OffloadError(
                 f"the forward of a {type(self._module).__name__} that is recomputed was interrupted "
-                "(KeyboardInterrupt), and what autograd saved from then on to the next call of its model "
-                "cannot be read: run the forward after the interrupt again"
+                "(KeyboardInterrupt), and what autograd saved from then on to the next call of a module "
+                "with hooks cannot be read: run the forward after the interrupt again"
             )
         places = zip(self._leaves, self._places, strict=True)
         leaves = [leaf if place is None else tensors[place] for leaf, place in places]

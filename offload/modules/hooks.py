@@ -5,8 +5,8 @@ neither changes an argument or an output, or adds a node to autograd's graph. A 
 deepcopy or pickle, has hooks that do nothing: it is not offloaded.
 
 An exception that is no Exception (KeyboardInterrupt) passes by `always_call`, and no hook is told. So a call
-under way knows the frame that called its module. The next hook of the same root finds it off the stack, and
-closes what the call had opened; so does `end_interrupted`.
+under way knows the frame that called its module. The thread's next hook, of any root, finds it off the stack,
+and closes what the call had opened; so does `end_interrupted`.
 
 torch.compile traces hooks together with their module. These are called and never traced: two graph breaks a
 module.
@@ -80,7 +80,7 @@ class HookPair:
     ) -> None:
         self._enter = enter
         self.leave = leave
-        self._calls = calls
+        self.calls = calls
         # the first of all hooks before, so that what other hooks compute is inside as well
         before = module.register_forward_pre_hook(_Hook(self._before), prepend=True, with_kwargs=True)
         after = module.register_forward_hook(_Hook(self._after), always_call=True)
@@ -92,13 +92,13 @@ class HookPair:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         frame = _module_call(sys._getframe())
-        self._calls.end_interrupted(frame)
+        self.calls.end_interrupted(frame)
         handled = sys.exc_info()[1]
         state = self._enter(module, args, kwargs)
-        self._calls.innermost_last.append(_CallUnderWay(self, handled, state, frame))
+        _thread.innermost_last.append(_CallUnderWay(self, handled, state, frame))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        calls = self._calls.innermost_last
+        calls = _thread.innermost_last
         for at in reversed(range(len(calls))):
             call = calls[at]
             if call.pair is self:
@@ -119,16 +119,27 @@ class _CallUnderWay(NamedTuple):
     frame: FrameType | None
 
 
-class CallsUnderWay(threading.local):
-    """The calls of one root's modules that have begun and not ended, of each thread its own: hooks of
-    autograd are a thread's."""
+class _Thread(threading.local):
+    """The calls that have begun and not ended, of each thread its own: hooks of autograd are a thread's,
+    whoever installs them."""
 
     def __init__(self) -> None:
         self.innermost_last: list[_CallUnderWay] = []
 
-    def end_interrupted(self, frame: FrameType | None) -> None:
-        """Leave the calls whose frame is neither `frame` nor outside of it."""
-        calls = self.innermost_last
+
+_thread = _Thread()
+
+
+class CallsUnderWay:
+    """Those of one root's modules in this thread."""
+
+    def __bool__(self) -> bool:
+        return any(call.pair.calls is self for call in _thread.innermost_last)
+
+    @staticmethod
+    def end_interrupted(frame: FrameType | None) -> None:
+        """Leave the calls, of any root, whose frame is neither `frame` nor outside of it."""
+        calls = _thread.innermost_last
         while calls and calls[-1].frame is not None and not _encloses(calls[-1].frame, frame):
             call = calls.pop()
             call.pair.leave(call.state, INTERRUPTED, True)

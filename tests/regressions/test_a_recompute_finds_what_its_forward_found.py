@@ -304,6 +304,19 @@ class Frozen(nn.Module):
         return torch.tanh(self.linear(torch.tanh(self.frozen(x))))
 
 
+class Scoring(nn.Module):
+    """Looks at its own scores in inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            best = int((self.linear(x) * 2).argmax())
+        return x + torch.tanh(self.linear(x)) * (1 + 0.1 * best)
+
+
 def of_inference(model: nn.Module, number: int) -> Tensor:
     with torch.inference_mode():
         x = wide()
@@ -326,6 +339,7 @@ CRASHES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "saved tensors read twice": (Reading, squared),
     "a sparse argument": (Sparse, squared),
     "an inference tensor": (Frozen, of_inference),
+    "inference mode inside": (Scoring, squared),
     "requires_grad before the backward": (Scaled, toggled),
 }
 

@@ -433,7 +433,7 @@ class StagehandRuntime:
         if self._is_off():
             raise OffloadError("this StagehandRuntime is switched off and has no pool; leave pool out")
         self._under_way.end_interrupted(sys._getframe())
-        if self._under_way.innermost_last or self._opened:
+        if self._under_way or self._opened:
             raise ValueError("shutdown() inside a forward of a block; call it when the forward has returned")
         if self._announced:
             self.end_step()

@@ -116,10 +116,14 @@ def test_after_an_interrupt_the_next_forward_closes_what_was_left_open(
 ) -> None:
     model = build()
     model.layers[1].drop = middle = Interrupted()
-    offload.apply(model, mode, min_numel=1)
+    another = build()
+    for each in (model, another):
+        offload.apply(each, mode, min_numel=1)
     middle.raises = True
     with pytest.raises(KeyboardInterrupt):
         forward(model, inputs())
+    with seeded(3):
+        another(inputs()).sum().backward()  # whose own saves would go to what is open
     with seeded(3):
         forward(model, inputs()).sum().backward()
     assert not hooks_left()
