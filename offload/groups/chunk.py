@@ -84,6 +84,12 @@ class ChunkGroups:
         self._started.clear()
         self.first_leave_bytes = None
 
+    def complete(self) -> None:
+        """Its forward is over. Where no group was started, without gradients or offload, another forward of
+        it may come in this step or the next."""
+        if self.begun:
+            self.saved.complete()
+
     def end_recording(self) -> None:
         """Groups that this step did not start are no longer part of the chunk. For one that was begun."""
         del self.groups[self._index :]

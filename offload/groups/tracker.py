@@ -109,7 +109,7 @@ class ChunkTracker:
             self.inside_announced_forward = False
             self._clock.stop(Action("F", stage, microbatch))
             if handler is not None:
-                handler.saved.complete()
+                handler.complete()
                 if self._halves[stage].input_reads is False:
                     # its input half reads nothing: fetch for the weight half, when the input half is over
                     handler.saved.expect(())
@@ -244,7 +244,7 @@ class ChunkTracker:
             return  # a checkpoint runs a forward again
         with self.engine.lock:
             if self._forward is not None:
-                self._forward.saved.complete()
+                self._forward.complete()
             if not torch.is_grad_enabled():
                 self._forward = None  # an evaluation saves nothing, and is no microbatch of the step
                 return

@@ -175,7 +175,7 @@ class Figures(Summed):
 
     stall_ms: float = 0.0
     """Device time in ms that compute waited for copies. It is read one step late: the last step's is that of
-    the step before."""
+    the step before. In a report the last step's is always of one with offload."""
 
     stall_count: int = 0
     """Waits of compute in the step itself that found their copy not ended."""
@@ -280,13 +280,14 @@ class Ledger:
     then all since the last such end are parts of one step.
     """
 
-    __slots__ = ("__weakref__", "_begun", "_parts", "kinds", "last", "total")
+    __slots__ = ("__weakref__", "_begun", "_offloaded", "_parts", "kinds", "last", "total")
 
     def __init__(self) -> None:
         self.total = Figures()
         self.last: Figures | None = None
         self.kinds: Mapping[str, KindFigures] = {}
         self._begun = False
+        self._offloaded = False  # the step before
         self._parts = Figures()  # since the last end that was not guessed
 
     def add(self, step: Figures, *, guessed: bool = False) -> None:
@@ -299,7 +300,11 @@ class Ledger:
         self._parts += step
         self.kinds = step.kinds
         if step.steps:
-            self.last = step
+            of = step if self._offloaded else self.last or Figures()
+            self.last = replace(step, stall_ms=of.stall_ms, step_ms=of.step_ms)
+        elif self._offloaded and self.last is not None:
+            self.last = replace(self.last, stall_ms=step.stall_ms, step_ms=step.step_ms)
+        self._offloaded = step.steps > 0
         if not guessed:
             self.step_is_whole()
 

@@ -30,12 +30,14 @@ class Reporter:
         # open for the whole run
         self._file: TextIOWrapper | None = open(options.telemetry, "w") if options.telemetry else None  # noqa: SIM115
         self._bar: tqdm[Any] | None = None
+        self._alone = True  # of a pair each arm gets the other's stall, which the engine reads one step late
 
     def begin(self, arms: Sequence[Arm]) -> None:
         """A bar for the steps of these arms, which are made together."""
         runs = f" {arms[0].run + 1}/{self.options.compare}" if self.options.compare else ""
         names = " and ".join(arm.name for arm in arms)
         steps = self.options.steps * len(arms)
+        self._alone = len(arms) == 1
         self._bar = tqdm(total=steps, desc=names + runs, unit="step", dynamic_ncols=True)
 
     def step(self, arm: Arm, figures: list[RankFigures]) -> None:
@@ -44,7 +46,8 @@ class Reporter:
         index = len(arm.steps) - 1
         self._write(arm, index, figures)
         if self._bar is not None:
-            self._bar.set_postfix_str(_postfix(arm, index, self.options.tokens), refresh=False)
+            said = _postfix(arm, index, self.options.tokens, stall=self._alone)
+            self._bar.set_postfix_str(said, refresh=False)
             self._bar.update()
 
     def evaluation(self, arm: Arm, step: int, losses: Sequence[float]) -> None:
@@ -85,7 +88,7 @@ class Reporter:
         self._file.flush()
 
 
-def _postfix(arm: Arm, step: int, tokens: int) -> str:
+def _postfix(arm: Arm, step: int, tokens: int, *, stall: bool) -> str:
     figures = arm.steps[step]
     active = [rank.active_bytes for rank in figures if rank.active_bytes is not None]
     peak = (
@@ -94,10 +97,10 @@ def _postfix(arm: Arm, step: int, tokens: int) -> str:
         else f"saved {mib(max(rank.engine['device_bytes_peak'] for rank in figures))}"
     )
     offloaded = sum(rank.engine["spill_bytes"] for rank in figures)
-    stall = max(rank.engine["stall_ms"] for rank in figures)
+    stall_ms = max(rank.engine["stall_ms"] for rank in figures)
     return (
         f"loss {arm.loss(step):.3f}, {tokens / arm.seconds(step):,.0f} tokens/s, {peak}, "
-        f"offloaded {mib(offloaded)}, stall {stall:.1f} ms"
+        f"offloaded {mib(offloaded)}{f', stall {stall_ms:.1f} ms' if stall else ''}"
     )
 
 

@@ -185,6 +185,9 @@ def test_process_alone_compares_the_steps_with_and_without_offload(tmp_path: Pat
     assert arms[:6:3] == [("offload off", 0), ("offload on", 0)], "each alone, for its memory"
     in_turn = ["offload off", "offload on", "offload on", "offload off", "offload off", "offload on"]
     assert arms[6:] == [(name, 1) for name in in_turn]
+    alone, _, together = errors.partition("offload off and offload on")
+    assert "stall" in alone
+    assert "stall" not in together, "the engine's is of the step before, which another arm made"
     assert re.search(r"A step takes \d+\.\d\d times as long \(.* in 3 pairs of steps\) with offload", output)
     saved_off, saved_on = (
         float(line.split()[-1]) for line in output.splitlines() if line.startswith("rank 0  offload o")

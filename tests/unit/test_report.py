@@ -409,20 +409,22 @@ def test_a_verdict_on_the_simulated_device_says_what_its_times_are_and_has_no_sh
 def test_a_stall_is_a_share_of_the_step_that_it_is_of(
     manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stalls are read a step late. So is the time of their step, from end to end on the host's clock."""
+    """Stalls are read a step late. So is the time of their step, from end to end on the host's clock. A step
+    without offload, as the arms of a comparison have in between, is none that a stall is a share of."""
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     start = ReportStart(manager, "apply")
     trained(1)  # the clock begins at its end
     times = []
-    for took_s in (2.0, 3.0, 5.0, 7.0):
+    for took_s, on in ((2.0, True), (3.0, True), (5.0, True), (7.0, True), (11.0, False), (13.0, True)):
         now_s += took_s
+        (manager.enable_offload if on else manager.disable_offload)()
         trained(1)
         last = start.report().last
         assert last is not None
         times.append(last.step_ms)
-    assert times[1:] == [2_000.0, 3_000.0, 5_000.0]
-    assert start.report().total.step_ms == pytest.approx(times[0] + 10_000.0)
+    assert times[1:] == [2_000.0, 3_000.0, 5_000.0, 7_000.0, 7_000.0]
+    assert start.report().total.step_ms == pytest.approx(times[0] + 28_000.0)
     assert ReportStart(manager, "now").report().total.step_ms == 0.0
 
 

@@ -217,6 +217,26 @@ def test_flush_after_the_same_chunk_was_begun_again_sends_nothing_twice(
 
 
 # -- announced chunks ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("between", ["a step without offload", "an evaluation"])
+def test_what_a_chunk_saves_is_fetched_ahead_although_its_last_forward_saved_nothing(
+    manager: PipelineOffloadManager, between: str
+) -> None:
+    """Its forward counted as over already, so nothing was expected: each tensor was fetched by its reader."""
+    driver = Driver(build_stages(), announced=True)
+    waits = []
+    for step in range(4):
+        if step == 3 and between == "an evaluation":
+            with torch.no_grad():
+                driver.forward(0, 0)
+        elif step == 3:
+            manager.disable_offload()
+            driver.step(gpipe(2))
+            manager.enable_offload()
+        driver.step(gpipe(2))
+        waits.append(manager.stats.stall_count)
+    assert waits[3] == waits[2]
+
+
 def test_new_settings_make_a_new_plan(manager: PipelineOffloadManager) -> None:
     names = ("fc1", "act")
     stages = build_stages(1, 2, names)
