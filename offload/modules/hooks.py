@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any, Final, NamedTuple
@@ -34,6 +35,9 @@ _PARTS_LOOKED_AT = 64  # of an output: a hidden state for each layer, at most
 INTERRUPTED: Final = object()
 """The output of a forward that was left by an exception that hooks are not told of."""
 
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _MODULE_CALL = nn.Module._call_impl.__code__
 
 
@@ -95,7 +99,7 @@ class HookPair:
         self.calls.end_interrupted(frame)
         handled = sys.exc_info()[1]
         state = self._enter(module, args, kwargs)
-        _thread.innermost_last.append(_CallUnderWay(self, handled, state, frame))
+        _thread.innermost_last.append(_CallUnderWay(self, handled, state, frame, _top_hooks(True)))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         calls = _thread.innermost_last
@@ -111,12 +115,14 @@ class HookPair:
 
 class _CallUnderWay(NamedTuple):
     """handled: the exception that was being handled when the call began. state: what `enter` returned. frame:
-    that called the module; None where it cannot be told."""
+    that called the module; None where it cannot be told. top: the innermost saved-tensor hooks from then
+    on."""
 
     pair: HookPair
     handled: BaseException | None
     state: Any
     frame: FrameType | None
+    top: Any
 
 
 class _Thread(threading.local):
@@ -138,11 +144,34 @@ class CallsUnderWay:
 
     @staticmethod
     def end_interrupted(frame: FrameType | None) -> None:
-        """Leave the calls, of any root, whose frame is neither `frame` nor outside of it."""
-        calls = _thread.innermost_last
+        """Leave the calls, of any root, whose frame is neither `frame` nor outside of it. In a backward, at
+        whose end the thread has the hooks of its begin again, none."""
+        calls = [] if torch._C._current_graph_task_id() != -1 else _thread.innermost_last
         while calls and calls[-1].frame is not None and not _encloses(calls[-1].frame, frame):
             call = calls.pop()
-            call.pair.leave(call.state, INTERRUPTED, True)
+            with _up_to(call.top):
+                call.pair.leave(call.state, INTERRUPTED, True)
+
+
+@contextmanager
+def _up_to(pair: Any) -> Iterator[None]:
+    """Inside, these saved-tensor hooks are the innermost: those that came on top, as of a checkpoint around
+    the next forward, are set aside. None, or hooks that are gone: nothing is."""
+    above = []
+    while pair is not None and (top := _top_hooks(True)) not in (pair, None):
+        above.append(top)
+        _pop_hooks()
+    if above and _top_hooks(True) is None:
+        _push_all(above)
+    try:
+        yield
+    finally:
+        _push_all(above)
+
+
+def _push_all(pairs: list[Any]) -> None:
+    while pairs:
+        _push_hooks(*pairs.pop())
 
 
 def _module_call(frame: FrameType | None) -> FrameType | None:

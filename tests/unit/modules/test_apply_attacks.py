@@ -163,6 +163,35 @@ def test_what_an_interrupted_recompute_was_given_to_keep_is_an_error_and_never_o
         loss.backward()
 
 
+@pytest.mark.parametrize("mode", ["groups", "hidden_states"])
+def test_what_an_interrupt_left_open_is_closed_below_the_hooks_of_others(
+    mode: Any, manager: PipelineOffloadManager
+) -> None:
+    """The backward of an earlier forward pushes those of its checkpoint, or the next forward has some around
+    it, and theirs went instead."""
+
+    def run(model: Model) -> list[Any]:
+        seen: list[torch.Size] = []
+        earlier = checkpoint(by_hand, model, inputs(), use_reentrant=False).sum()
+        model.layers[1].drop.raises = True  # type: ignore[union-attr]
+        with pytest.raises(KeyboardInterrupt):
+            model(inputs())
+        earlier.backward()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x.shape) or x, lambda x: x):
+            loss = model(inputs()).sum()
+        assert not hooks_left()
+        assert seen
+        loss.backward()
+        return [parameter.grad for parameter in model.layers.parameters()]
+
+    plain, model = build(), build()
+    for each in (plain, model):
+        for layer in each.layers:
+            layer.drop = Interrupted()
+    offload.apply(model, mode, min_numel=1)
+    assert equal(run(model), run(plain))
+
+
 def test_remove_inside_a_forward_is_refused(manager: PipelineOffloadManager) -> None:
     model = build()
     handle = offload.apply(model, min_numel=1)
