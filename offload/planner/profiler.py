@@ -323,6 +323,10 @@ class _ProfileMode(CallMode):
         self._note_collective(func, args, kwargs)
         if draws_by_itself(func, kwargs):
             self.only = self.only or f"{func} draws from a generator of the block's own"
+        if func is torch.ops.aten._nested_view_from_jagged.default and (
+            args[1].untyped_storage()._cdata in self._made  # its offsets
+        ):
+            self.only = self.only or "it makes a jagged tensor, whose size is another symbol each time"
         for leaf in tree_leaves((args, kwargs)):
             if is_dtensor(leaf):  # its operators communicate below what a mode sees
                 self.collectives.update(group.group_name for group in leaf.device_mesh.get_all_groups())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -154,6 +155,18 @@ def test_a_block_that_writes_to_its_input_is_not_recomputed(manager: Manager) ->
     profile = profiler.profile()
     assert profile.only == "aten.add_.Tensor writes to what the block was given"
     assert [level.name for level in profile.menu] == ["plain"]
+
+
+def test_a_block_that_makes_a_jagged_tensor_is_not_recomputed(manager: Manager) -> None:
+    """Its size is a symbol, of the recompute another one than of the forward: a CheckpointError. One that it
+    is given has the same in both."""
+    as_nested = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
+    made = profile_of(manager, Of(lambda x, w, v: (as_nested([x, x[1:]]) @ w).values()))
+    given = profile_of(manager, Of(lambda x, w, v: torch.tanh(x @ w)), as_nested([seeded(ROWS, WIDTH)]))
+    assert (made.only, given.only) == (
+        "it makes a jagged tensor, whose size is another symbol each time",
+        "",
+    )
 
 
 def test_a_forward_that_raises_has_no_profile(manager: Manager) -> None:
