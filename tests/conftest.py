@@ -82,6 +82,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _what_a_file_leaves_stays() -> Iterator[None]:
+    """The same of what a file's tests have imported, and of their reports."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m is applied, so that gpus(n) is left out wherever gpu is
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
