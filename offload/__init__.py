@@ -18,8 +18,6 @@ Or by hand, around layers:
 
 from __future__ import annotations
 
-import torch
-
 from offload import packages, process
 from offload.apply import Applied as Applied
 from offload.apply import activations, apply
@@ -89,7 +87,6 @@ from offload.weights.quant_linear import QuantLinearLoRA as QuantLinearLoRA
 __version__ = "0.1.0"
 
 OffloadManager = PipelineOffloadManager
-DeviceLimitError = torch.OutOfMemoryError  # what is raised where the device has no room
 process.manager_type = PipelineOffloadManager
 packages.install()
 

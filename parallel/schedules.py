@@ -28,7 +28,6 @@ __all__ = [
     "ScheduleSpec",
     "build_schedule",
     "check_counts",
-    "forget_failed_step",
     "schedule_named",
     "stages_of",
 ]
@@ -129,12 +128,3 @@ def build_schedule(
     check_counts(spec, ranks=first.group_size, virtual_stages=len(stages), microbatches=microbatches)
     over = stages[0] if spec.placement == "one" else list(stages)
     return spec.torch_class(over, n_microbatches=microbatches, loss_fn=loss_fn, scale_grads=scale_grads)
-
-
-def forget_failed_step(schedule: Any) -> None:
-    """After a step that raised, drop what torch keeps of it: else the next step reads that one's losses and
-    asserts on its receives."""
-    schedule._internal_losses.clear()
-    for leftover in ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "backward_counter"):
-        if hasattr(schedule, leftover):
-            getattr(schedule, leftover).clear()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallel.schedules import SCHEDULES, check_counts, forget_failed_step, schedule_named, stages_of
+from parallel.schedules import SCHEDULES, check_counts, schedule_named, stages_of
 
 
 def torch_takes(name: str, ranks: int, virtual_stages: int, microbatches: int) -> bool:
@@ -70,15 +70,3 @@ def test_stages_lie_on_ranks_in_a_loop_or_in_a_v() -> None:
     arms = [stages_of(SCHEDULES["zbv"], rank=rank, ranks=3, virtual_stages=2) for rank in range(3)]
     assert arms == [(0, 5), (1, 4), (2, 3)]
     assert stages_of(SCHEDULES["gpipe"], rank=1, ranks=2, virtual_stages=1) == (1,)
-
-
-def test_failed_step_leaves_no_losses_and_no_receives_behind() -> None:
-    schedule = SimpleNamespace(
-        _internal_losses=[1.0],
-        fwd_recv_ops={(0, 0): []},
-        bwd_recv_ops={},
-        unshard_ops={},
-        backward_counter={0: 1},
-    )
-    forget_failed_step(schedule)
-    assert not any((schedule._internal_losses, schedule.fwd_recv_ops, schedule.backward_counter))
