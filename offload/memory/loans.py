@@ -72,11 +72,9 @@ class HostLender(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaStats:
-    """Counters at one moment. `asked` and `missing` run since the arena was made;
-    `lent_peak_bytes` since `reset_peak`. `free_ranges` counts whole blocks by the ranges that they were lent
-    as, not joined."""
+    """Counters at one moment. `missing` runs since the arena was made, `lent_peak_bytes` since `reset_peak`.
+    `free_ranges` counts whole blocks by the ranges that they were lent as, not joined."""
 
-    asked: int
     missing: int
     lent: int
     lent_bytes: int
@@ -104,7 +102,7 @@ class Lender:
         self._returned: deque[tuple[Block, Event | None]] = deque()
         self._align_bytes = ALIGN_BYTES
         self._all_passed = False  # every event that was ever recorded outside of the capture under way
-        self._asked = self._missing = 0
+        self._missing = 0
         self.lent_bytes = self._lent_peak_bytes = 0
 
     # [Order: reuse of a pinned block]
@@ -124,7 +122,6 @@ class Lender:
         Blocks the host: never with background growth, for the pinning with inline growth.
         """
         with self._lock:
-            self._asked += 1
             if self._returned:
                 self._accept_returned()
             same = self._whole.get(nbytes)
@@ -160,7 +157,6 @@ class Lender:
         """
         needed = _needed(nbytes, self._align_bytes)
         with self._lock:
-            self._asked += 1
             self._accept_returned()
             self._split_whole()
             while (free := self._ranges.best_fit(needed)) is None:
@@ -205,7 +201,6 @@ class Lender:
             self._accept_returned()
             parts = [part for same in self._whole.values() for block in same for part in block.ranges]
             return ArenaStats(
-                asked=self._asked,
                 missing=self._missing,
                 lent=len(self._lent),
                 lent_bytes=self.lent_bytes,

@@ -7,8 +7,8 @@ began.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 __all__ = ["Kind", "MemorySample", "Span", "Timeline"]
 
@@ -97,7 +97,3 @@ class Timeline:
                 "nothing was recorded: no group was open and nothing was copied in the traced block; run a "
                 "whole training step with offload on inside `with offload.tracing()`"
             )
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields by name, as plain values."""
-        return asdict(self)

@@ -401,6 +401,17 @@ CALLS: dict[str, tuple[Call, type[BaseException], str]] = {
         ValueError,
         "engine is a OffloadConfig, must be an OffloadEngine, or",
     ),  # type: ignore[arg-type]
+    "no model": (lambda: offload.apply(3), ValueError, "apply got a int, must be a torch.nn.Module"),  # type: ignore[arg-type]
+    "no directory": (
+        lambda: OffloadConfig(disk_directory=3),  # type: ignore[arg-type]
+        ValueError,
+        "disk_directory is 3, must be the path of a directory as a string",
+    ),
+    "a disk's limit and no directory": (
+        lambda: OffloadConfig(disk_limit_bytes=1 << 30),
+        ValueError,
+        "disk_limit_bytes is 1,073,741,824 without a disk_directory; give both",
+    ),
     "negative bytes in the table": (
         lambda: offload.print_offload_summary_table({"a": -1}),
         ValueError,

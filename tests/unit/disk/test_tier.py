@@ -20,6 +20,7 @@ from torch import Tensor
 
 from offload import OffloadConfig, OffloadEngine, OffloadError
 from offload.device.sim import SimDevice
+from offload.disk.spare import SpareMemory
 from offload.disk.tier import DiskTier
 from offload.transfer.admission import Priority
 from tests.inside import has_work, read_ahead
@@ -410,6 +411,35 @@ def test_a_disk_slower_than_the_step_leaves_tensors_on_the_device_and_says_so_on
     assert "host memory was full and" in warning
     assert "Save less, raise host_limit_bytes, or use a faster disk" in warning
     rig.engine.close()
+
+
+def test_spare_memory_is_unpinned_once_its_copy_has_passed_and_never_in_a_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = SimDevice(executor="late")
+    spare = SpareMemory(device, 1 << 20)
+    events, targets = [], [device.empty(100) for _ in range(2)]
+    device.wait(device.h2d, device.record(device.compute), "allocated")
+    for target in targets:
+        block = spare.take(100)
+        device.copy(device.h2d, [(target, block.extents[0])])
+        events.append(device.record(device.h2d))
+        spare.give_back(block, events[-1])
+        spare.release_passed()
+        assert block in spare, "its copy is under way"
+    device.synchronize(events[0])
+    with monkeypatch.context() as captured:
+        captured.setattr(device, "is_capturing", lambda: True)
+        spare.release_passed()
+    assert len(spare._memory) == 2
+    spare.release_passed()
+    assert len(spare._memory) == 1
+    kept = spare.take(100)
+    spare.close()
+    assert device.poll(events[1])
+    device.wait(device.compute, events[1], "the targets are freed")
+    assert not spare
+    assert kept not in spare
 
 
 def test_a_reader_without_host_memory_gets_bytes_beside_the_limit_for_as_long_as_it_needs_them(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+from offload.optim.groups import _View
 from tests.unit.optim.rig import assert_same_bits, backward, hybrid, net, train
 
 FUSED = {"lr": 1e-2, "fused": True}
@@ -249,3 +251,13 @@ def test_what_is_no_tensor_in_a_state_is_copied_too() -> None:
     found = optimizer.state_dict()["state"][0]["note"]
     assert found == note
     assert found is not note
+
+
+def test_a_param_group_of_an_optimizer_inside_is_copied_pickled_and_shown_as_a_dictionary() -> None:
+    view = _View({"lr": 0.1, "params": ["the user's"]})
+    view["params"] = ["a piece"]
+    plain = {"params": ["a piece"], "lr": 0.1}
+    for found in (view.copy(), copy.deepcopy(view), pickle.loads(pickle.dumps(view))):
+        assert type(found) is dict
+        assert found == plain
+    assert repr(view) == repr(plain)
