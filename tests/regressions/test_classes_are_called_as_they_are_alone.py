@@ -316,10 +316,17 @@ def test_it_is_an_object_of_the_class_and_has_the_names_of_ours() -> None:
     optimizer.step()
 
 
-def test_max_grad_norm_clips_in_every_step_with_and_without_a_closure() -> None:
+class OwnSGD(SGD):
+    """Not torch's: it is stepped whole."""
+
+
+@pytest.mark.parametrize(("fraction", "cls"), [(0.0, SGD), (1.0, OwnSGD)])
+def test_max_grad_norm_clips_in_every_step_with_and_without_a_closure(
+    fraction: float, cls: type[SGD]
+) -> None:
     expected, found = net(), net()
     plain = SGD(expected.parameters(), lr=0.1)
-    ours: Any = HybridDeviceOptimizer(found.parameters(), 0.0, SGD, lr=0.1, max_grad_norm=0.5)
+    ours: Any = HybridDeviceOptimizer(found.parameters(), fraction, cls, lr=0.1, max_grad_norm=0.5)
     for number in range(4):
         plain.zero_grad()
         loss_of(expected, number).backward()
