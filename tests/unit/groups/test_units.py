@@ -80,9 +80,14 @@ def test_a_kept_end_is_whole_groups_and_the_last_tensors_of_one_more() -> None:
     assert stays_of(units, set()) == (frozenset(), {}, {})
 
 
-def test_timed_plan_keeps_part_of_a_group_that_is_too_large_to_stay_whole() -> None:
-    """One chunk of one group of four tensors, and room for three: without units nothing of it could stay."""
-    engine = OffloadEngine(OffloadConfig(device_limit_bytes=7 * KIB, piece_bytes=KIB), device=SimDevice())
+@pytest.mark.parametrize("room", [7, 1])
+def test_timed_plan_keeps_part_of_a_group_that_is_too_large_to_stay_whole(
+    room: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One chunk of one group of four tensors, and room for three: without units nothing of it could stay.
+    With room for none the best plan is said to be above the limit."""
+    limit_bytes = room * KIB
+    engine = OffloadEngine(OffloadConfig(device_limit_bytes=limit_bytes, piece_bytes=KIB), device=SimDevice())
     engine.rates = Rates(d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6)
     planner = StepPlanner(engine)
     (chunk,) = chunks_of(engine, "a", nbytes=8 * KIB)
@@ -98,6 +103,11 @@ def test_timed_plan_keeps_part_of_a_group_that_is_too_large_to_stay_whole() -> N
     for _ in range(3):
         planner.after_step(step)
     assert chunk.stays == frozenset()
+    if room == 1:
+        assert "no plan keeps saved tensors within device_limit" in caplog.text
+        assert "1.02 kB: the best one peaks at" in caplog.text
+        return
+    assert not caplog.text
     first_kept = chunk.stays_from[0]
     assert 1 <= first_kept <= 3
     assert planner.summary == {"a": first_kept * 2 * KIB}, "the table counts what leaves"
