@@ -176,7 +176,8 @@ class ChunkGroups:
         names = ", ".join(of for of, group in started if group is not None) or "none"
         raise GroupOrderError(
             f"chunk {self.id}: commit of group {name!r}, which has not been started; open: {names}. "
-            f"Call group_start(tensor, {name!r}) before it, once for each commit"
+            f"Call group_start(tensor, {name!r}) before it, once for each commit, in the same forward: under "
+            "offload.apply one begins where the model is called, unless init_chunk_handler() begins it before"
         )
 
     def close_own(self, group: Group) -> bool:
