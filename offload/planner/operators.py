@@ -81,9 +81,16 @@ def writes_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> I
     if not isinstance(operator, OpOverload):
         return
     everything = operator.namespace == IN_PLACE  # its schema does not say which
-    for at, argument in enumerate(operator._schema.arguments):
-        if everything or (argument.alias_info is not None and argument.alias_info.is_write):
-            value = args[at] if at < len(args) else kwargs.get(argument.name)
+    given = {
+        argument.name: args[at] if at < len(args) else kwargs.get(argument.name)
+        for at, argument in enumerate(operator._schema.arguments)
+    }
+    # nor that of a batch norm: an instance norm gives it copies that it has made of its statistics
+    hidden = ("running_mean", "running_var") if given.get("training") else ()
+    for argument in operator._schema.arguments:
+        said = argument.alias_info is not None and argument.alias_info.is_write
+        if everything or said or argument.name in hidden:
+            value = given[argument.name]
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 

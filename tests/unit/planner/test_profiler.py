@@ -157,6 +157,17 @@ def test_a_block_that_writes_to_its_input_is_not_recomputed(manager: Manager) ->
     assert [level.name for level in profile.menu] == ["plain"]
 
 
+def test_statistics_that_an_instance_norm_copies_and_its_batch_norm_writes_are_not_kept(
+    manager: Manager,
+) -> None:
+    """The schema does not say that they are written, and a recompute that was given them saved other bits."""
+    norm = nn.InstanceNorm1d(WIDTH, affine=True, track_running_stats=True)
+    profile = profile_of(manager, norm, seeded(2, WIDTH, ROWS))
+    reasons = [why for why in profile.why_not.values() if "is written by aten." in why]
+    assert len(reasons) == 2, profile.why_not
+    assert profile.only == ""
+
+
 def test_a_block_that_makes_a_jagged_tensor_is_not_recomputed(manager: Manager) -> None:
     """Its size is a symbol, of the recompute another one than of the forward: a CheckpointError. One that it
     is given has the same in both."""
