@@ -3,10 +3,7 @@ and what is said of both."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -241,13 +238,3 @@ def test_hooks_of_a_mark_end_with_its_commit_or_after_an_exception_with_the_step
     manager.step_end()
     assert manager.engine.hooks.innermost() is None
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
-
-def test_compiler_is_imported_by_set_up_neither_by_the_package_nor_in_the_first_step() -> None:
-    code = (
-        "import sys, offload\n"
-        "assert not {'torch._dynamo', 'torch.distributed.tensor'} & set(sys.modules)\n"  # two seconds each
-        "offload.configure(device='sim', print_summary=False)\n"
-        "assert 'torch._dynamo' in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

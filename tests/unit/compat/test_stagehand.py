@@ -8,8 +8,6 @@ import json
 import logging
 import os
 import pickle
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -37,6 +35,7 @@ from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import DtypeMismatchError, InvalidStateTransitionError, OffloadError, OffloadOOMError
 from offload.transfer.admission import Priority
 from offload.weights.order import Pass
+from tests.forks import forked
 from tests.inside import streams_from, watchers_of
 from tests.unit.weights.streamed import BLOCK_BYTES, ROWS, WIDTH, Model, squares
 
@@ -887,8 +886,8 @@ def test_the_default_path_does_not_import_it() -> None:
         "handle.remove()\n"
         "print([name for name in sys.modules if name.startswith('offload.compat.stagehand')])\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    with forked(code) as process:
+        assert process.ended() == (0, "[]\n", "")
 
 
 @contextmanager

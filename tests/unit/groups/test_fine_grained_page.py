@@ -88,13 +88,17 @@ def test_long_context_is_the_class_methods() -> None:
 
 @pytest.mark.req("S3-1")
 def test_import_needs_no_training_framework() -> None:
-    """A fresh interpreter: what importing the engine brings in beside torch's own needs."""
+    """A fresh interpreter: what importing the engine brings in beside torch's own needs. The compiler is
+    imported by set-up, neither by the package nor in the first step."""
     code = (
         "import sys, torch; before = {name.split('.')[0] for name in sys.modules}\n"
         "import offload, offload.fine_grained_activation_offload\n"
         "after = {name.split('.')[0] for name in sys.modules} - before - set(sys.stdlib_module_names)\n"
         "print(sorted(after - {'offload', 'tabulate', 'numpy', 'wcwidth'}))\n"
-        "assert not torch.cuda.is_initialized()"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert not {'torch._dynamo', 'torch.distributed.tensor'} & set(sys.modules)\n"  # two seconds each
+        "offload.configure(device='sim', print_summary=False)\n"
+        "assert 'torch._dynamo' in sys.modules\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True

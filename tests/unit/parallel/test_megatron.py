@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +30,7 @@ from offload.device.sim import SimDevice
 from parallel import megatron
 from parallel.megatron_page import FineGrainedActivationOffloadingInterface as Interface
 from parallel.megatron_page import megatron_version, names_of
+from tests.forks import forked
 
 ROOT = Path(__file__).resolve().parents[3]
 USER = "megatron.core.pipeline_parallel.schedules"
@@ -101,13 +101,12 @@ def test_import_of_the_drop_in_imports_neither_megatron_nor_comes_with_parallel(
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "__init__.py").write_text("raise AssertionError('imported')\n")
     code = (
-        "import sys, parallel\nassert 'parallel.megatron' not in sys.modules\nimport parallel.megatron as "
-        "m\nm.install()\n"
+        f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport parallel\n"
+        "assert 'parallel.megatron' not in sys.modules\nimport parallel.megatron as m\nm.install()\n"
         "assert not [name for name in sys.modules if name.split('.')[0] == 'megatron']\n"
     )
-    subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, check=True, timeout=120
-    )
+    with forked(code) as process:
+        assert process.ended().code == 0
 
 
 def test_importers_get_the_engine_after_install_however_they_import(package: Path) -> None:
