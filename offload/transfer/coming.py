@@ -9,7 +9,9 @@ cost the link twice.
 
 One invariant: `ahead_bytes` counts every block between the reader and the fetch that had not been read when
 it was looked at, wherever its bytes are. So a window over it bounds what is fetched early, and fetches
-nothing while what is read next is on the device anyway.
+nothing while what is read next is on the device anyway. The reader is past a block with its first read: what
+all layers save, such as a rotary table, is read to the end of the chunk, and nothing more was fetched early
+as long as it counted (a mixture under mode auto, one H100: 183 ms of waits in a step of 786).
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ _SPILLED, _SPILLING = BlockState.SPILLED, BlockState.SPILLING
 
 @dataclass(slots=True, eq=False)
 class ComingReads:
-    """Positions `_reader <= _fetched <= len`: what is before the reader has been read, what is before
-    `_fetched` has been looked at.
+    """Positions `_reader <= _fetched <= len`: what is before the reader has been read, once at least; what is
+    before `_fetched` has been looked at.
 
     chunk: whose they are. known: `expect` was called, so that fetching ahead of time makes sense.
     """
@@ -48,6 +50,7 @@ class ComingReads:
     ahead_bytes: int = 0
     _blocks: Sequence[DeviceBlock] = ()
     _passes: list[int] = field(default_factory=list)
+    _unread: list[int] = field(default_factory=list)  # with fewer, the reader is past it
     _sizes: list[int] = field(default_factory=list)
     _reader: int = 0
     _fetched: int = 0
@@ -59,6 +62,11 @@ class ComingReads:
         # a block that has been read to the end will be read in a new pass
         self._passes = [block.pass_no if block.unread > 0 else block.pass_no + 1 for block in blocks]
         self._passes += [block.pass_no + 1 for block in after]
+        self._unread = [block.unread or block.readers for block in blocks]
+        self._unread += [block.readers for block in after]
+        for position, block in enumerate(self._blocks):
+            if block.storages > 1:  # one after the other
+                self._unread[position] = 1
         self._sizes = [0] * len(self._blocks)  # bytes counted in `ahead_bytes`
         self._reader = self._fetched = self.ahead_bytes = 0
 
@@ -101,7 +109,7 @@ class ComingReads:
             block = blocks[reader]
             if not block.is_freed:
                 ahead = passes[reader] - block.pass_no
-                if ahead > 0 or (ahead == 0 and block.unread):
+                if ahead > 0 or (ahead == 0 and block.unread >= self._unread[reader]):
                     break
             self.ahead_bytes -= self._sizes[reader]
             reader += 1

@@ -124,3 +124,25 @@ def test_one_that_has_been_read_is_not_fetched_again_for_the_one_before_it() -> 
     coming.look_back()
     assert fetch(coming) == [0]
     assert coming.ahead_bytes == 10
+
+
+@pytest.mark.parametrize(("before", "storages", "ahead"), [(0, 1, 0), (1, 1, 0), (0, 2, 10)])
+def test_the_reader_is_past_what_many_layers_save_with_its_first_read(
+    before: int, storages: int, ahead: int
+) -> None:
+    """Such as a rotary table. Of several storages that stay, counted as one block, each is read in turn.
+    before: reads by another backward, in the same pass."""
+    table, rest = away(0, 10), [away(slot, 10) for slot in range(1, 4)]
+    table.storages, table.readers, table.unread = storages, 4, 4 - before
+    coming = expected([table, *rest])
+    assert fetch(coming, 20) == [0, 1]
+    assert coming.ahead_bytes == 20
+    table.unread -= 1
+    follow_reader(coming)
+    assert coming.ahead_bytes == 10 + ahead
+    read(rest[0])
+    follow_reader(coming)
+    assert coming.ahead_bytes == (ahead and 20), "the reader stands before it"
+    table.unread = 0
+    follow_reader(coming)
+    assert coming.ahead_bytes == 0
