@@ -46,13 +46,18 @@ class PinnedMemory:
         # a kernel without huge pages: pinning takes longer, and is the same
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE, skip, nbytes)
-        # a storage each: torch looks where the storage starts to see whether a tensor is pinned
-        self.pieces: tuple[torch.Tensor, ...] = tuple(
-            torch.frombuffer(
-                mapping, dtype=torch.uint8, offset=skip + start, count=min(registration_bytes, nbytes - start)
+        # a storage each: torch looks where the storage starts to see whether a tensor is pinned. No inference
+        # tensors, since other threads touch them
+        with torch.inference_mode(False):
+            self.pieces: tuple[torch.Tensor, ...] = tuple(
+                torch.frombuffer(
+                    mapping,
+                    dtype=torch.uint8,
+                    offset=skip + start,
+                    count=min(registration_bytes, nbytes - start),
+                )
+                for start in range(0, nbytes, registration_bytes)
             )
-            for start in range(0, nbytes, registration_bytes)
-        )
         self._mapping: mmap.mmap | None = mapping
         self._offset = skip
         self._registration_bytes = registration_bytes

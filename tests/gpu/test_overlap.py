@@ -3,7 +3,8 @@ between parts of one run.
 
 The model is a chain of layers that each compute for a known time, a sleeping kernel, in the forward and in
 the backward, and save N bytes, whose copy takes a little less. No absolute time is asserted: the step is
-compared with its compute alone and with its bytes at the rates of the link, both measured here.
+compared with its compute alone and with its bytes at the rates of the link, both measured here. These tests
+must be alone on their card.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import offload
 from offload import (
     OffloadConfig,
     OffloadEngine,
@@ -25,6 +27,7 @@ from offload import (
     group_start,
     offload_hooks,
 )
+from offload.compat.tensors import TensorOffloader
 from offload.device.cuda import CudaDevice
 from offload.policy.actions import Rates
 from tests.gpu.widened import cycles_of, sleep
@@ -184,3 +187,50 @@ def test_the_host_issues_a_whole_step_while_the_device_is_still_busy_with_someth
     assert stats.refused == 0
     assert stats.spilled >= LAYERS // 4
     torch.cuda.synchronize()
+
+
+@pytest.mark.req("S3-12", "S3-64")
+def test_copies_both_ways_run_beside_compute() -> None:
+    """By hand, without a model: copy and compute together against their sum."""
+    offload.configure(OffloadConfig(host_reserve_bytes=512 << 20), device="cuda")
+    offloader = TensorOffloader()
+    a, x = torch.randn(4096, 4096, device="cuda"), torch.randn(64 << 20, device="cuda")
+
+    def compute() -> None:
+        for _ in range(8):
+            a @ a
+
+    def ms(compute_too: bool, out: bool) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        handle = None if out else offloader.offload(x)
+        offloader.sync_all()
+        torch.cuda.synchronize()
+        start.record()
+        if out:
+            handle = offloader.offload(x)
+        else:
+            assert handle is not None
+            back = offloader.reload(handle)
+        if compute_too:
+            compute()
+        if out:
+            torch.cuda.current_stream().wait_stream(offloader.d2h_stream)
+        else:
+            offloader.sync_reload()
+            del back
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(2):
+        start.record()
+        compute()
+        end.record()
+    torch.cuda.synchronize()
+    alone = start.elapsed_time(end)
+    for out in (True, False):
+        ms(True, out)
+        copied, both = min(ms(False, out) for _ in range(3)), min(ms(True, out) for _ in range(3))
+        assert both < max(copied, alone) + 0.5 * min(copied, alone)
+    offloader.clear()

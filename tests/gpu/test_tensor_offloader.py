@@ -88,53 +88,6 @@ def test_reloads_race_with_compute_that_overwrites_and_frees(offloader: TensorOf
         del back
 
 
-@pytest.mark.req("S3-12", "S3-64")
-def test_copies_both_ways_run_beside_compute(offloader: TensorOffloader) -> None:
-    """Compared, not timed against a clock: the three together against their sum.
-
-    It must be alone on its card.
-    """
-    a, x = torch.randn(4096, 4096, device="cuda"), torch.randn(64 * MIB, device="cuda")
-
-    def compute() -> None:
-        for _ in range(8):
-            a @ a
-
-    def ms(compute_too: bool, out: bool) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        handle = None if out else offloader.offload(x)
-        offloader.sync_all()
-        torch.cuda.synchronize()
-        start.record()
-        if out:
-            handle = offloader.offload(x)
-        else:
-            assert handle is not None
-            back = offloader.reload(handle)
-        if compute_too:
-            compute()
-        if out:
-            torch.cuda.current_stream().wait_stream(offloader.d2h_stream)
-        else:
-            offloader.sync_reload()
-            del back
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end)
-
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(2):
-        start.record()
-        compute()
-        end.record()
-    torch.cuda.synchronize()
-    alone = start.elapsed_time(end)
-    for out in (True, False):
-        ms(True, out)
-        copied, both = min(ms(False, out) for _ in range(3)), min(ms(True, out) for _ in range(3))
-        assert both < max(copied, alone) + 0.5 * min(copied, alone)
-
-
 @pytest.mark.req("S3-80")
 def test_reloads_in_and_before_a_captured_graph(offloader: TensorOffloader) -> None:
     x, out = torch.randn(MIB, device="cuda"), torch.zeros(MIB, device="cuda")
