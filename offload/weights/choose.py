@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from offload.params.watched import Watched
 from offload.transfer.layout import is_dense
 from offload.weights.watched import StreamedWeight
 from offload.weights.weight import Weight
@@ -52,6 +53,9 @@ def choose_gradients(model: nn.Module, streamed: Choice | None) -> list[str]:
     if streamed is not None:
         return [weight.name for each in streamed.blocks.values() for weight in each]
     _refuse_fsdp(model, 'gradients="host"')
+    for parameter in model.parameters():
+        if isinstance(parameter, Watched) and not parameter.comes_and_goes:  # a step is under way
+            parameter.make_ready(parameter)
     named = ((n, p) for n, p in model.named_parameters() if type(p) in (nn.Parameter, StreamedWeight))
     found = {name: parameter for name, parameter in named if parameter.numel() >= LEAST_NUMEL}
     if not any(parameter.requires_grad for parameter in found.values()):

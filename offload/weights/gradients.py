@@ -144,10 +144,15 @@ class GradientStream(Client):
                 if owner is None or owner.is_meta or not (owner.requires_grad and owner.is_leaf):
                     continue  # one on meta may have no hooks until it has values
                 if handles is None or handles[0].hooks_dict_ref() is not owner._backward_hooks:
+                    for handle in handles or ():
+                        handle.remove()
                     gradient.make_master(self._engine.arena)
                     before, after = (partial(hook, gradient) for hook in self._hooks)
                     hooks = owner.register_hook(before), owner.register_post_accumulate_grad_hook(after)
                     self._handles[gradient] = hooks
+                    known: dict[int, Any] = owner._post_accumulate_grad_hooks
+                    for key in [key for key in known if key != hooks[1].id]:
+                        known[key] = known.pop(key)  # behind ours: an optimizer's frees what it steps
         self.figures.host_bytes = sum(gradient.nbytes for gradient in self._handles)
         self.figures.count = len(self._handles)
 

@@ -404,6 +404,7 @@ def _module_is_gone(engine: OffloadEngine, weight: Weight) -> None:
     given = [] if experts is None else [each.matrix.untyped_storage() for each in experts.given.values()]
     for storage in (weight.storage, *given):
         engine.hooks.streamed.pop(storage._cdata, None)
+    weight.generation += not weight.storage.nbytes()  # else a graph reads what its parameter has
     close_behind(engine, weight, () if experts is None else experts.homes())
     block.weights.remove(weight)
     block.staged = [each for each in block.staged if each[0] is not weight]

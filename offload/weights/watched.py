@@ -137,6 +137,14 @@ class StreamedWeight(Watched):
             with _held((owner_of(tensor),)):
                 pass
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Torch asks no class about it. A tensor's elements are copied, as by `.data = `."""
+        source = next(iter((*args, *kwargs.values())), None)
+        if not isinstance(source, Tensor) or len(args) + len(kwargs) > 1:
+            return self.touch(Tensor.set_, (self, *args), kwargs)
+        self.data = source
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """On the CPU: a copy of the model costs no device memory."""
         if id(self) not in memo:

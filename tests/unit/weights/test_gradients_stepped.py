@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 import offload
 from offload import HybridDeviceOptimizer
 from offload.engine import OffloadEngine
-from tests.inside import streams_from
+from tests.inside import gradients_of, streams_from
 from tests.unit.groups.stack import build_manager, installed
-from tests.unit.weights.streamed import ROWS, WIDTH, Model, squares
+from tests.unit.weights.streamed import ROWS, WIDTH, Model, squares, streamed
 
 MICROBATCHES = 3
 LARGE_BYTES = 13 * 2 * WIDTH * WIDTH * 4 - WIDTH * WIDTH * 4
@@ -109,6 +110,27 @@ def test_variants(name: str, writes: bool) -> None:
 @pytest.mark.parametrize("executor", ["late", "early", "random"])
 def test_in_the_backward_the_optimizer_takes_them_as_without(executor: str) -> None:
     stepped(executor, torch.float32, offload_fraction=1.0, overlap="backward")
+
+
+def test_parameters_are_followed_from_behind_an_optimizers_hooks_and_behind_its_step() -> None:
+    with streamed(gradients="host") as pair:
+        for model in (pair.model, pair.plain):
+            state = {key: value.clone() for key, value in model.state_dict().items()}
+            model.load_state_dict(state, assign=True)
+        pair.train(optimizers=pair.with_state_on_host("backward"))
+        others = {name: each.detach() for name, each in pair.model.named_parameters()}
+        functional_call(pair.model, others, torch.ones(1, WIDTH))
+        pair.train(2)
+    model = Model()
+    with installed(build_manager("late")) as manager, streams_from(WIDTH * WIDTH):
+        assert manager is not None
+        optimizer = HybridDeviceOptimizer(
+            model.parameters(), lr=1e-2, model=model, engine=manager.engine, overlap="forward"
+        )
+        squares(model, torch.ones(1, WIDTH)).backward()
+        optimizer.step()
+        handle = offload.apply(model, gradients="host")  # the weights are on their way back
+        assert len(gradients_of(handle).gradients) == 13
 
 
 def test_a_reader_of_the_gradient_between_step_and_use_finds_it() -> None:

@@ -196,6 +196,17 @@ def test_a_parameter_that_the_loop_replaces_is_resident_and_said(caplog: pytest.
         assert "have another parameter in their place (the first: layers.2.up.weight)" in caplog.text
 
 
+def test_a_module_that_is_deleted_before_the_backward_of_its_forward_is_an_error_there() -> None:
+    with streamed() as pair:
+        loss = squares(pair.model, torch.randn(ROWS, WIDTH))
+        pair.model.layers[2].up = pair.plain.layers[2].up = nn.Identity()
+        pair.model.layers[2].down = pair.plain.layers[2].down = nn.Identity()
+        with pytest.raises(OffloadError, match=r"layers.2.* was replaced, converted"):
+            loss.backward()
+        pair.model.zero_grad()
+        pair.train(2)
+
+
 def test_conversions_convert_the_hosts_copy() -> None:
     with streamed() as pair:
         pair.train(2)
@@ -217,10 +228,15 @@ def test_data_that_is_set_is_the_weights_and_no_alias() -> None:
         for model in (pair.model, pair.plain):
             weight_of(model).data = value.clone()
             weight_of(model, 1).data = weight_of(model, 1).data * 2
+            with torch.no_grad():  # torch asks no class about set_, which parametrize calls
+                weight_of(model, 2).set_(value * 3)
         pair.check_weights()
+        assert pair.present_bytes < 6 * BLOCK_BYTES
         pair.train(2)
         with pytest.raises(OffloadError, match=r"remove\(\) on apply's handle first"):
             weight_of(pair.model).data = torch.zeros(3)
+        with pytest.raises(OffloadError, match=r"set_\(\) of layers.3.up.weight"):
+            weight_of(pair.model).set_()
 
 
 def test_a_copy_of_the_model_is_plain_and_computes_the_same() -> None:
