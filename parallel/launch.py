@@ -31,6 +31,8 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
+from offload import OffloadError
+
 __all__ = ["Rank", "Ranks", "choose_device", "launched", "ranks_from_environment", "run_rank"]
 
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
@@ -213,8 +215,9 @@ def _explained(error: Exception, ranks: Ranks) -> int:
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """torch wraps what a stage raised into a message over several lines; the first cause says it best."""
-    while error.__cause__ is not None:
+    """torch wraps what a stage raised into a message over several lines; the first cause says it best, unless
+    it was named."""
+    while error.__cause__ is not None and not isinstance(error, OffloadError):
         error = error.__cause__
     return error
 

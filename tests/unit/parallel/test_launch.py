@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from offload import OffloadError
 from parallel import launch
 from parallel.launch import Ranks, choose_device, ranks_from_environment
 from tests.forks import LONG_S, Ended, forked
@@ -86,6 +87,15 @@ def test_failure_is_one_line_and_an_exit_code(raised: str, code: int, said: str)
 
 def test_first_cause_is_told_instead_of_the_message_wrapped_around_it() -> None:
     assert end_of(BODIES["cause"]) == (1, "", "\nKeyError: 'wq'\n")
+
+
+def test_a_cause_that_was_named_is_not_told_instead_of_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    named = OffloadError("stage 1 of 2: update to torch 2.13")
+    named.__cause__ = RuntimeError("Attribute '_input_metadata' is invalid")
+    error = RuntimeError("over several lines")
+    error.__cause__ = named
+    launch._explained(error, Ranks(0, 2, 0, 2))
+    assert capsys.readouterr().err == f"\nrank 0: OffloadError: {named}\n"
 
 
 @pytest.mark.parametrize(
