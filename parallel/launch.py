@@ -216,7 +216,7 @@ def _explained(error: Exception, ranks: Ranks) -> int:
 
 def _root_cause(error: BaseException) -> BaseException:
     """torch wraps what a stage raised into a message over several lines; the first cause says it best, unless
-    it was named."""
+    an OffloadError on the way says what to do."""
     while error.__cause__ is not None and not isinstance(error, OffloadError):
         error = error.__cause__
     return error

@@ -10,8 +10,8 @@ cost the link twice.
 One invariant: `ahead_bytes` counts every block between the reader and the fetch that had not been read when
 it was looked at, wherever its bytes are. So a window over it bounds what is fetched early, and fetches
 nothing while what is read next is on the device anyway. The reader is past a block with its first read: what
-all layers save, such as a rotary table, is read to the end of the chunk, and nothing more was fetched early
-as long as it counted (a mixture under mode auto, one H100: 183 ms of waits in a step of 786).
+all layers save, such as a rotary table, is read to the end of the chunk, and as long as it counted nothing
+more was fetched early (docs/benchmarks.md, "Two GPUs": 183 ms of waits in a step of 786).
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class ComingReads:
         # a block that has been read to the end will be read in a new pass
         self._passes = [block.pass_no if block.unread > 0 else block.pass_no + 1 for block in blocks]
         self._passes += [block.pass_no + 1 for block in after]
-        self._unread = [block.unread or block.readers for block in blocks]
-        self._unread += [block.readers for block in after]
-        for position, block in enumerate(self._blocks):
-            if block.storages > 1:  # one after the other
-                self._unread[position] = 1
+        unread = [block.unread or block.readers for block in blocks] + [block.readers for block in after]
+        # several storages that stay are one block, and read one after the other: it counts to its last read
+        self._unread = [
+            1 if block.storages > 1 else most for block, most in zip(self._blocks, unread, strict=True)
+        ]
         self._sizes = [0] * len(self._blocks)  # bytes counted in `ahead_bytes`
         self._reader = self._fetched = self.ahead_bytes = 0
 

@@ -404,7 +404,8 @@ def _module_is_gone(engine: OffloadEngine, weight: Weight) -> None:
     given = [] if experts is None else [each.matrix.untyped_storage() for each in experts.given.values()]
     for storage in (weight.storage, *given):
         engine.hooks.streamed.pop(storage._cdata, None)
-    weight.generation += not weight.storage.nbytes()  # else a graph reads what its parameter has
+    if weight.storage.nbytes() == 0:  # away: a graph that saved it has nothing to read, and raises
+        weight.generation += 1
     close_behind(engine, weight, () if experts is None else experts.homes())
     block.weights.remove(weight)
     block.staged = [each for each in block.staged if each[0] is not weight]

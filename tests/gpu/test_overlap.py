@@ -191,7 +191,7 @@ def test_the_host_issues_a_whole_step_while_the_device_is_still_busy_with_someth
 
 @pytest.mark.req("S3-12", "S3-64")
 def test_copies_both_ways_run_beside_compute() -> None:
-    """By hand, without a model: copy and compute together against their sum."""
+    """Copy and compute together are compared with their sum, by hand and without a model."""
     offload.configure(OffloadConfig(host_reserve_bytes=512 << 20), device="cuda")
     offloader = TensorOffloader()
     a, x = torch.randn(4096, 4096, device="cuda"), torch.randn(64 << 20, device="cuda")

@@ -130,7 +130,7 @@ def test_one_that_has_been_read_is_not_fetched_again_for_the_one_before_it() -> 
 def test_the_reader_is_past_what_many_layers_save_with_its_first_read(
     before: int, storages: int, ahead: int
 ) -> None:
-    """Such as a rotary table. Of several storages that stay, counted as one block, each is read in turn.
+    """A rotary table is one. Of several storages that stay, counted as one block, each is read in turn.
     before: reads by another backward, in the same pass."""
     table, rest = away(0, 10), [away(slot, 10) for slot in range(1, 4)]
     table.storages, table.readers, table.unread = storages, 4, 4 - before
