@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from offload.client import Client, Phase
+from offload.client import Client, Phase, weakly
+from offload.compile.untraced import untraced
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError
 from offload.params.home import Claim, is_alone
@@ -114,6 +116,7 @@ class WeightStream(Client):
             self._handles.append(module.register_state_dict_post_hook(hook))
             self._handles.append(module.register_load_state_dict_pre_hook(hook.loading))
             self._handles.append(module.register_load_state_dict_post_hook(hook.loaded))
+        self._handles.append(register_optimizer_step_post_hook(weakly(self._stepped)))
         engine.attach(self)
 
     # -- forwards of blocks ----------------------------------------------------------------------------------
@@ -285,6 +288,14 @@ class WeightStream(Client):
         self.residency.readers.note()
         with self._lock:
             return self.parameters.host_copy(weight)
+
+    @untraced
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """State dicts that somebody still has get what was stepped: torch.distributed.checkpoint takes the
+        model's, steps an optimizer without state, and loads into both. Blocks the host then."""
+        for weight in self._weights:
+            if weight.is_old_to_readers:
+                self.host_copy(weight)
 
     def claim(self, weight: Weight) -> Claim:
         """As Holder. The master has the newest bytes, or will behind the events."""

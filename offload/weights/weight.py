@@ -27,7 +27,7 @@ from offload.device import Device, Event, Lane
 from offload.device.rows import expand_rows
 from offload.errors import OffloadError
 from offload.memory.arena import Block, HostArena
-from offload.params.home import HOME, Claim, Stepper, use_count
+from offload.params.home import HOME, Claim, Stepper, is_alone, use_count
 from offload.params.watched import Watched, watched_in
 from offload.transfer.layout import bytes_of
 
@@ -342,6 +342,12 @@ class Weight:
     def is_read_on_host(self) -> bool:
         """Whether the host's copy was given out."""
         return self._on_host is not None
+
+    @property
+    def is_old_to_readers(self) -> bool:
+        """Whether somebody has the host's copy, and it is an old one."""
+        old = self.dirty or self._host_is_old
+        return old and self._on_host is not None and not is_alone(self._on_host)
 
 
 class ExpandedLater(Watched):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import SGD, AdamW, Optimizer
 
 import offload
@@ -257,16 +258,39 @@ def test_masters_follow_writes_too(share: float) -> None:
         close(optimizers)
 
 
-def test_a_state_dict_from_before_a_step_is_an_old_one() -> None:
+def test_a_state_dict_that_a_step_in_the_backward_makes_old_is_not_written() -> None:
     with streamed() as pair:
-        optimizers = pair.with_state_on_host("step")
+        optimizers = pair.with_state_on_host("backward")
+        step(optimizers, pair)  # which tells how many backwards a step has
         old = pair.model.state_dict()["layers.2.up.weight"]
-        step(optimizers, pair)
+        squares(pair.model, torch.ones(ROWS, WIDTH)).backward()
         old.mul_(2)
         with pytest.raises(OffloadError, match="or stepped, so it was an old one"):
-            pair.model(torch.ones(ROWS, WIDTH))
+            optimizers[0].step()
         pair.model.load_state_dict(pair.plain.state_dict())
         del old
+        close(optimizers)
+
+
+@pytest.mark.parametrize("kind", ["torch's", *OVERLAPS])
+def test_a_state_dict_that_somebody_has_is_the_stepped_one_and_may_be_written(kind: Any) -> None:
+    """torch.distributed.checkpoint takes the model's, steps an optimizer that has no state, at a rate of 0,
+    and loads into what it took: the write was an error."""
+    with streamed() as pair:
+        optimizers = pair.optimizers() if kind == "torch's" else pair.with_state_on_host(kind)
+        models = pair.model, pair.plain
+        given = [get_state_dict(*each) for each in zip(models, optimizers, strict=True)]
+        generator = torch.Generator().manual_seed(1)
+        new = {name: torch.rand(value.shape, generator=generator) for name, value in given[0][0].items()}
+        for model, optimizer, (weights, state) in zip(models, optimizers, given, strict=True):
+            for name, value in weights.items():
+                value.copy_(new[name])
+            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+        pair.check_weights()
+        pair.train(2, optimizers=optimizers)
+        for (name, mine), its in zip(given[0][0].items(), given[1][0].values(), strict=True):
+            assert torch.equal(mine, its), name
+        del given, weights, state, value, mine, its
         close(optimizers)
 
 
