@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from offload.telemetry.records import StepStats, Summed, level
 
@@ -107,7 +107,8 @@ class Figures(Summed):
     """Steps in which offload was on."""
 
     saved_bytes: int = 0
-    """Bytes that autograd saved: `moved_bytes` and `kept_bytes` together."""
+    """Bytes that autograd saved: `moved_bytes` and `kept_bytes` together. What one step kept, and a watermark
+    moves in a later one, is in both."""
 
     moved_bytes: int = 0
     """Bytes copied to the host: the three below together."""
@@ -186,6 +187,12 @@ class Figures(Summed):
 
     groups: Mapping[str, GroupFigures] = _map()
     kinds: Mapping[str, KindFigures] = _map()
+
+    def __add__(self, other: Self) -> Self:
+        """Both together. What the device would have held is not known of a step that held more than that."""
+        both = super(Figures, self).__add__(other)
+        known = both.would_hold_bytes >= both.peak_bytes
+        return both if known else replace(both, would_hold_bytes=0)
 
     @property
     def stayed(self) -> dict[str, Stayed]:
