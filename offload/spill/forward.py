@@ -27,7 +27,8 @@ _sequence_nr = torch._C._autograd._get_sequence_nr
 class Forward:
     """number: of the forwards of its step that saved something; None until this one has. running: inside
     `managed_forward`. being_read: its backward has begun. spilled: blocks that left and were not read so far.
-    next: position of the first block that may still have to leave. ends: step ends that it has outlived."""
+    next: position of the first block that may still have to leave. ends: step ends that it has outlived.
+    in_figures: blocks whose copies the figures of a step have."""
 
     __slots__ = (
         "_complete",
@@ -39,6 +40,7 @@ class Forward:
         "ends",
         "forecast",
         "group",
+        "in_figures",
         "next",
         "number",
         "recorder",
@@ -57,6 +59,7 @@ class Forward:
         self.spilled: set[DeviceBlock] = set()
         self.next = 0
         self.ends = 0
+        self.in_figures: set[DeviceBlock] = set()
         self._operator = -1  # autograd's number of the one that saves
         self._thread = 0  # where it runs
         self._unwritten = False
@@ -81,11 +84,13 @@ class Forward:
         return len(self.chunk.blocks) if is_over else self._complete
 
     def figures(self) -> ClientStats:
-        """Where its bytes went."""
+        """Where its bytes went, of those that the figures of no earlier step have."""
         kept = came_back = read_here = 0
-        for block in self.chunk.blocks:
+        blocks = [block for block in self.chunk.blocks if block not in self.in_figures]
+        self.in_figures.update(block for block in blocks if block.copies)
+        for block in blocks:
             if block.copies == 0:
-                kept += block.nbytes
+                kept += 0 if self.ends else block.nbytes
             elif block.copies > 1:
                 came_back += block.nbytes
             elif block.unread < block.readers:

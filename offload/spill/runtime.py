@@ -234,10 +234,11 @@ class ActivationRuntime(Client):
         carried over, twice at most."""
         ending = []
         for forward in self.scheduler.forwards:
-            forward.ends += 1
-            outlives = not self._ends_by_hand and forward.ends <= _ENDS_OUTLIVED
-            if not (outlives and (forward.running or not forward.is_over)):
+            if self._ends_by_hand or forward.ends == _ENDS_OUTLIVED or forward.is_over:
                 ending.append(forward)
+            else:
+                self._figures += forward.figures()
+                forward.ends += 1
         self._forget(ending)
         metrics, details = self.scheduler.end_step()
         figures, self._figures = self._figures, ClientStats()

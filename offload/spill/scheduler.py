@@ -163,4 +163,8 @@ class ActivationScheduler:
         forward.spilled.update(left)
         self.metrics.activations_spilled += len(left)
         self.metrics.spill_bytes += nbytes
+        if forward.ends:  # an earlier step's figures have them as kept
+            self.metrics.activations_saved += len(left)
+            self.engine.transfers.counts.saved += len(left)
+            self.engine.transfers.counts.saved_bytes += nbytes
         return nbytes

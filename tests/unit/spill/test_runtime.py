@@ -272,6 +272,27 @@ def test_an_end_that_another_client_infers_drops_nothing(caplog: pytest.LogCaptu
             loss.backward()
 
 
+def test_what_leaves_in_a_later_step_than_its_own_adds_up_in_both() -> None:
+    """The second step sends 17 tensors that the first has kept, and 6 of its own 17: -6 were kept in it."""
+    engine = engine_of()
+    with runtime_of(engine=engine, **short("forecast", high=20 * TENSOR, low=12 * TENSOR)) as runtime:
+        losses = []
+        for leaving, kept in ((0, 17), (23, 11)):
+            with runtime.managed_forward():
+                losses.append(blocks(8)(batch(0)).square().mean())
+            stats = engine.end_step()
+            own, metrics = stats.clients["watermark"], runtime.last_metrics
+            assert metrics is not None
+            assert stats.spill_bytes == leaving * TENSOR
+            assert stats.kept_bytes == own.kept_bytes == kept * TENSOR
+            assert metrics.activations_kept == kept
+        for loss in losses:
+            loss.backward()
+        stats = engine.end_step()
+        assert stats.restore_bytes == 23 * TENSOR
+        assert stats.kept_bytes == stats.clients["watermark"].kept_bytes == 0
+
+
 @pytest.mark.req("S0-50", "S0-66")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("order", ORDERS)
