@@ -68,6 +68,8 @@ class BackwardSteps:
         self._used: dict[
             int, tuple[weakref.ref[Tensor], tuple[int, int]]
         ] = {}  # stamps before a load of state
+        # by id of the memory that gradients are views of, as FSDP2's are: its version, which is theirs
+        self._shared: dict[int, int] = {}
         self._final: Counter[HostBucket] = (
             Counter()
         )  # how many gradients of a bucket are final; empty before `begin`
@@ -94,6 +96,9 @@ class BackwardSteps:
         """A backward has added to the parameter's gradient. Blocks the host only if the last step is not yet
         issued."""
         self._seen[member.index] += 1
+        grad = member.parameter.grad
+        if grad is not None and (base := local_of(grad)._base) is not None:
+            self._shared[id(base)] = base._version  # where it adds to one, all others' count it
         if (buckets := self._steps.buckets_of.get(member.index)) is None:
             return  # the optimizer has let it go
         if not self.stepped.isdisjoint(buckets):
@@ -227,8 +232,10 @@ class BackwardSteps:
                 )
         for bucket in self.stepped:
             for member in bucket.members:
-                gradient, (stepped, versions) = gradients.get(member.index), self._stamps[member.index]
-                if gradient is None or stepped() is not gradient or _versions(gradient) != versions:
+                gradient, (stepped, (own, version)) = gradients.get(member.index), self._stamps[member.index]
+                if gradient is not None:
+                    version = self._shared.get(id(local_of(gradient)._base), version)
+                if gradient is None or stepped() is not gradient or _versions(gradient) != (own, version):
                     self.raise_if_stepped(f"the gradient of {member} changed")
 
     def end_step(self) -> None:
@@ -242,6 +249,7 @@ class BackwardSteps:
         self._seen = Counter()
         self._stamps.clear()
         self._used.clear()
+        self._shared.clear()
         self._final.clear()
         self.stepped.clear()
 

@@ -56,6 +56,8 @@ SHARDS = {
     },
     "shards, overlap off": Case(over="shards", options={**BOTH, **ALONE}),
     "shards, stepped in the backward": Case(over="shards", options={**BOTH, **EARLY}),
+    # FSDP2 adds to gradients that are views of one memory: each addition was a change of all, and an error
+    "shards, kept, stepped in the backward": Case(over="shards", options={**BOTH, **EARLY}, kept=True),
     "shards, fetched ahead": Case(over="shards", options=CPU, prefetch=True),
     "shards, a layer called alone": Case(over="shards", options=CPU, called_alone=True),
     "shards, a layer called alone and fetching ahead": Case(
