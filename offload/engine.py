@@ -135,13 +135,14 @@ class OffloadEngine:
 
     # -- set up ----------------------------------------------------------------------------------------------
     def reserve_host(self, nbytes: int, *, measure: bool = True) -> None:
-        """Pin until at least `nbytes` are held, and measure the link once. Blocks the host for about nbytes /
-        17 GB/s, and 30 ms.
+        """Pin until at least `nbytes` are held, or all whole pages of a limit that is as large, and measure
+        the link once. Blocks the host for about nbytes / 17 GB/s, and 30 ms.
 
         measure: False leaves the link to `measure_link`, for ranks that do it together.
         Raises HostBudgetError beyond the budget.
         """
-        self.arena.reserve(nbytes)
+        limit = self.arena.budget.limit_bytes
+        self.arena.reserve(nbytes if nbytes > limit else min(nbytes, limit - limit % PAGE_BYTES))
         if measure and self.rates is None and self.can_measure_link:
             self.measure_link()
 

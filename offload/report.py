@@ -19,7 +19,7 @@ from offload.groups.manager import GroupsManager
 from offload.marks import existing_manager
 from offload.modules.auto import Auto
 from offload.planner.explained import Explanation
-from offload.sizes import bytes_text
+from offload.sizes import bytes_text, enough_text
 from offload.telemetry.figures import Figures, KindFigures, Ledger
 from offload.telemetry.page import WORTH, Page, Table, write_page
 from offload.telemetry.trace import Trace
@@ -231,7 +231,7 @@ class Report:
             needed = max(last.host_lent_bytes, last.moved_bytes) + last.no_host_bytes
             change = (
                 f"{bytes_text(last.no_host_bytes)} found no host memory; give apply "
-                f"host_reserve='{bytes_text(needed)}', and no smaller host_limit"
+                f"host_reserve='{enough_text(needed)}', and no smaller host_limit"
             )
         elif last.over_limit_bytes:
             passed = f"{bytes_text(last.over_limit_bytes)} at once beyond {self._limit()}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-__all__ = ["argument_bytes", "bytes_text", "is_count", "optional_bytes", "parse_bytes"]
+__all__ = ["argument_bytes", "bytes_text", "enough_text", "is_count", "optional_bytes", "parse_bytes"]
 
 LEAST_BARE_BYTES = 10**6
 """A smaller number, without a unit, is taken for a slip."""
@@ -46,12 +46,23 @@ def optional_bytes(value: object, *, name: str, of_bytes: int | None = None, lea
     return None if value is None else _parsed(value, name, of_bytes, least, ", or None")
 
 
+_SHOWN = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+
+
 def bytes_text(nbytes: int) -> str:
     """With its unit, of 1000, as wherever this project says MB or GB."""
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+    for unit, name in _SHOWN:
         if abs(nbytes) >= unit:
             return f"{nbytes / unit:,.2f} {name}"
     return f"{nbytes:,} B"
+
+
+def enough_text(nbytes: int) -> str:
+    """What a message says to give: no fewer bytes, as `parse_bytes` takes them."""
+    for unit, name in _SHOWN:
+        if nbytes >= unit:
+            return f"{-(-nbytes * 100 // unit) / 100:.2f} {name}"
+    return f"{nbytes} B"
 
 
 def argument_bytes(value: object, *, name: str, of_bytes: int | None = None, least: int = 1) -> int | None:

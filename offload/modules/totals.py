@@ -19,7 +19,7 @@ from offload.errors import HostBudgetError
 from offload.memory.budget import default_host_limit_bytes
 from offload.optim.convert import host_and_device_bytes
 from offload.params.view import local_of
-from offload.sizes import bytes_text
+from offload.sizes import bytes_text, enough_text
 from offload.weights.choose import Choice
 from offload.weights.gradients import window_bytes
 from offload.weights.keep import Size, least_window
@@ -95,7 +95,7 @@ def refuse_beyond_device(parts: Sequence[Part], total_bytes: int, what: str) -> 
         raise ValueError(
             f"{what} is {bytes_text(total_bytes)}, and the parts need {bytes_text(needed)} of the device: "
             f"{_listed([(part.kind, part.device_bytes) for part in parts])}; "
-            f"{' or '.join([f'give {bytes_text(needed)} or more', *ways])}"
+            f"{' or '.join([f'give {enough_text(needed)} or more', *ways])}"
         )
 
 

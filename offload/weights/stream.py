@@ -27,7 +27,7 @@ from offload.engine import OffloadEngine
 from offload.errors import CaptureError
 from offload.params.home import Claim, is_alone
 from offload.params.sections import check_budget
-from offload.sizes import bytes_text
+from offload.sizes import bytes_text, enough_text
 from offload.telemetry.records import ClientStats
 from offload.telemetry.speaker import Once, speaker
 from offload.weights.choose import Choice
@@ -85,7 +85,7 @@ class WeightStream(Client):
         if limit_bytes is not None and limit_bytes < least:
             raise ValueError(
                 f"weights={bytes_text(limit_bytes)} for {self.model_name}: one block computes while the next "
-                f"arrives, which takes {bytes_text(least)} together; give at least that, or "
+                f"arrives, which takes {enough_text(least)} together; give at least that, or "
                 'weights="host" for no more than that'
             )
         self.residency = Residency(engine, self.name, self.blocks, policy)
@@ -455,7 +455,7 @@ class WeightStream(Client):
                 "%s: its weights, as they are converted or come by the expert, take %s for two blocks, more "
                 "than weights= allows, %s; remove() and apply() again with at least that",
                 self.model_name,
-                bytes_text(self.limit_bytes),
+                enough_text(self.limit_bytes),
                 bytes_text(self._asked_bytes),
             )
 

@@ -236,6 +236,14 @@ def test_reserving_pins_before_the_first_step() -> None:
     assert engine.arena.held_bytes == held
 
 
+def test_as_much_may_be_reserved_as_the_limit_allows_whose_last_page_is_not_whole() -> None:
+    """The error said: reserve 10,000,000 or less."""
+    engine = OffloadEngine(
+        OffloadConfig(host_reserve_bytes=10_000_000, host_limit_bytes=10_000_000), device="sim"
+    )
+    assert engine.arena.held_bytes == 2441 * 4096
+
+
 def test_other_limits_are_taken_while_other_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = OffloadEngine(device="sim")
     held: list[bool] = []

@@ -330,8 +330,8 @@ WELL = Figures(
 CHANGES = {
     "nothing": (WELL, "next: nothing; a lower device_limit"),
     "the host is short": (
-        replace(WELL, no_host_bytes=5_000_000, over_limit_bytes=1, stall_ms=90.0),
-        "next: 5.00 MB found no host memory; give apply host_reserve='45.00 MB', and no smaller host_limit",
+        replace(WELL, no_host_bytes=5_000_001, over_limit_bytes=1, stall_ms=90.0),
+        "next: 5.00 MB found no host memory; give apply host_reserve='45.01 MB', and no smaller host_limit",
     ),
     "the limit is passed": (
         replace(WELL, over_limit_bytes=2_000_000, stall_ms=90.0),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from offload.config import OffloadConfig
-from offload.sizes import optional_bytes, parse_bytes
+from offload.sizes import enough_text, optional_bytes, parse_bytes
 
 GIB = 1024**3
 
@@ -33,6 +33,16 @@ GIB = 1024**3
 )
 def test_a_size_is_a_number_of_bytes_or_a_number_with_a_unit(text: str | int, nbytes: int) -> None:
     assert parse_bytes(text, name="device_limit") == nbytes
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1_152_000, "1.16 MB"), (1_234_567_890_123, "1234.57 GB")],
+)
+def test_what_a_message_says_to_give_is_enough_and_is_taken(nbytes: int, text: str) -> None:
+    """'1.15 MB' for 1,152,000 bytes was given, and the message came again with the same number."""
+    assert enough_text(nbytes) == text
+    assert parse_bytes(text, name="host_limit") >= nbytes
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [("60%", 84), ("12.5 %", 17), ("0%", 0), ("100%", 141)])

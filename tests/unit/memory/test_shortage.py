@@ -19,7 +19,7 @@ LACKED = StepStats(
     refused=1,
     refused_bytes=900,
     host_bytes_held=4096,
-    host_bytes_wanted_peak=5000,
+    host_bytes_wanted_peak=5001,
     host_bytes_lent_peak=4100,
 )
 
@@ -35,9 +35,9 @@ def test_what_is_pinned_beside_the_steps_has_its_time_first(caplog: pytest.LogCa
     assert caplog.messages == []
     ended(found, *(StepStats(step=step) for step in range(3, 9)))
     assert caplog.messages == [
-        "900 B of step 0 found no host memory and stayed on the device, beside any device_limit: of 5.00 kB "
+        "900 B of step 0 found no host memory and stayed on the device, beside any device_limit: of 5.01 kB "
         "that it needed there, 4.10 kB were pinned. More is pinned beside later steps; "
-        "host_reserve='5.00 kB' of apply (host_reserve_bytes in OffloadConfig) has it before the first"
+        "host_reserve='5.01 kB' of apply (host_reserve_bytes in OffloadConfig) has it before the first"
     ]
 
 
