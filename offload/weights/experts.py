@@ -314,10 +314,11 @@ class Experts:
         self.residency.use(block, ())
 
     def numbers(self, ends: Tensor) -> list[int]:
-        """The numbers in `ends`. Blocks the host until they are computed, once for a tensor."""
-        version = -1 if ends.is_inference() else ends._version
-        known: tuple[int, list[int]] = self._numbers.get(ends, (None, []))
-        if known[0] != version:
+        """The numbers in `ends`. Blocks the host until they are computed, once for a tensor; each time for an
+        inference tensor, whose writes are not counted."""
+        version = None if ends.is_inference() else ends._version
+        known: tuple[int | None, list[int]] = self._numbers.get(ends, (None, []))
+        if version is None or known[0] != version:
             began = time.perf_counter()
             known = self._numbers[ends] = version, read_numbers(ends)
             self.waited_s += time.perf_counter() - began

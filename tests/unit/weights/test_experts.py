@@ -457,6 +457,25 @@ def test_a_second_derivative_is_torchs() -> None:
         assert by_expert(pair.handle)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_buffer_of_offsets_is_read_again_once_it_is_written(mode: Callable[[], Any]) -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH), False)
+
+        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+            return functional.grouped_mm(x, self.w, offs=ends)
+
+    with mixtures(nn.ModuleDict({"layers": nn.ModuleList([Product()])})) as pair, mode():
+        ends, x = torch.zeros(EXPERTS, dtype=torch.int32), torch.randn(EXPERTS, WIDTH)
+        for first in (0, 3, 5):
+            ends.copy_(torch.arange(EXPERTS) * (torch.arange(EXPERTS) >= first)).add_(1)
+            assert torch.equal(*[each.layers[0](x, ends) for each in (pair.model, pair.plain)])
+            pair.stream.end_step()
+        assert by_expert(pair.handle)
+
+
 def test_two_forwards_accumulate() -> None:
     with mixtures() as pair:
         train(pair, 4, of=lambda model, x: model(x) + model(x.flip(0)))
