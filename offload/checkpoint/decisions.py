@@ -28,6 +28,7 @@ from offload.checkpoint.kept import (
     Make,
     Operator,
     RandomStep,
+    is_collective,
     make_of,
     plain_parts,
     sharing_versions,
@@ -37,7 +38,12 @@ from offload.transfer.layout import WeakStorage
 
 __all__ = ["Decisions", "Finder", "choices_of", "decides", "is_decision", "makes_number"]
 
-_why_never = functools.cache(never_kept)
+
+@functools.cache
+def _why_never(operator: Operator) -> str:
+    """As never_kept. Nor is what ranks exchange found here: one rank might find it and others not, by their
+    numbers of elements, and all or none call it in their recomputes."""
+    return never_kept(operator) or "it communicates" * is_collective(operator)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

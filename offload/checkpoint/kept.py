@@ -33,6 +33,7 @@ __all__ = [
     "RandomStep",
     "alias_of",
     "check_keepable",
+    "is_collective",
     "make_of",
     "plain_parts",
     "sharing_versions",
@@ -46,7 +47,7 @@ Operator = OpOverload | HigherOrderOperator
 Make = tuple[tuple[torch.Size, torch.dtype, bool], ...]
 """A call's tensor inputs: shape, dtype, and whether it is a parameter (what autocast casts once or twice)."""
 
-_COLLECTIVES = "_c10d_functional"
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
 
 UNTRACKED_VIEWS = frozenset(
     {
@@ -86,6 +87,11 @@ def check_keepable(operator: object) -> Operator:
             "take it off keep_ops"
         )
     return operator
+
+
+def is_collective(operator: Any) -> bool:
+    """Whether it communicates, and returns what it has received."""
+    return isinstance(operator, OpOverload) and operator.namespace in _COLLECTIVES
 
 
 def writes_inputs(operator: OpOverload) -> bool:
@@ -233,7 +239,7 @@ class KeptCall:
         copies: bool = False,
     ) -> None:
         self.name = f"call {number} of {operator}"
-        self.is_collective = isinstance(operator, OpOverload) and operator.namespace == _COLLECTIVES
+        self.is_collective = is_collective(operator)
         self._make = make
         self._random = random
         self.copies = copies

@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
+from offload.checkpoint.kept import is_collective
 from offload.checkpoint.operators import IN_PLACE
 
 __all__ = [
@@ -21,12 +22,10 @@ __all__ = [
     "communicates_in_place",
     "draws_by_itself",
     "is_attention",
-    "is_collective",
     "may_differ",
     "writes_of",
 ]
 
-_FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
 _DIFFERING = {
     "bincount",
     "cumsum",
@@ -42,11 +41,6 @@ _DIFFERING = {
     "scatter_reduce",
 }
 _ATTENTION = ("attention", "attn")
-
-
-def is_collective(operator: Any) -> bool:
-    """Whether it communicates, and returns what it has received."""
-    return isinstance(operator, OpOverload) and operator.namespace in _FUNCTIONAL
 
 
 def communicates_in_place(operator: Any) -> bool:

@@ -38,7 +38,7 @@ from torch.utils.flop_counter import flop_registry
 from offload.checkpoint.arguments import cache_written
 from offload.checkpoint.decisions import choices_of, decides, is_decision, makes_number
 from offload.checkpoint.draws import SharedGenerator, shared_generators
-from offload.checkpoint.kept import UNTRACKED_VIEWS, plain_parts, storages_of, version_probe
+from offload.checkpoint.kept import UNTRACKED_VIEWS, is_collective, plain_parts, storages_of, version_probe
 from offload.checkpoint.net import telling
 from offload.checkpoint.operators import never_kept
 from offload.checkpoint.selective import CallMode
@@ -49,7 +49,6 @@ from offload.planner.operators import (
     communicates_in_place,
     draws_by_itself,
     is_attention,
-    is_collective,
     may_differ,
     writes_of,
 )
