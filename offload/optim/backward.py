@@ -37,6 +37,12 @@ def _versions(gradient: Tensor) -> tuple[int, int]:
     return gradient._version, local_of(gradient)._version
 
 
+def _memory_of(gradient: Tensor) -> Tensor | None:
+    """What it is a view of, whose version its local shard has."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return local_of(gradient)._base
+
+
 class BackwardSteps:
     """The buckets that were stepped in one backward. Hooks call it on the thread that runs the backward.
 
@@ -97,7 +103,7 @@ class BackwardSteps:
         issued."""
         self._seen[member.index] += 1
         grad = member.parameter.grad
-        if grad is not None and (base := local_of(grad)._base) is not None:
+        if grad is not None and (base := _memory_of(grad)) is not None:
             self._shared[id(base)] = base._version  # where it adds to one, all others' count it
         if (buckets := self._steps.buckets_of.get(member.index)) is None:
             return  # the optimizer has let it go
@@ -234,7 +240,7 @@ class BackwardSteps:
             for member in bucket.members:
                 gradient, (stepped, (own, version)) = gradients.get(member.index), self._stamps[member.index]
                 if gradient is not None:
-                    version = self._shared.get(id(local_of(gradient)._base), version)
+                    version = self._shared.get(id(_memory_of(gradient)), version)
                 if gradient is None or stepped() is not gradient or _versions(gradient) != (own, version):
                     self.raise_if_stepped(f"the gradient of {member} changed")
 
