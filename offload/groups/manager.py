@@ -370,6 +370,9 @@ class GroupsManager(OpenScopes, Client):
             by_hand = self._forwards_by_hand or self._announced
             models = {handler: None if by_hand else handler.id.stage for handler in handlers}
             self.mark_report.end_step(models, self.ledgers.survey, is_warmup=self.is_warmup)
+            for handler in self._backward_order:  # others were cut short by an exception
+                for saved in handler.open_groups():
+                    self.mark_report.not_committed(saved.id.name)
         for handler in handlers:
             self.ledgers.count(handler.groups)
         seconds = self._clock.end_step()

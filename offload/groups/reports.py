@@ -86,6 +86,17 @@ class MarkReport:
         """Group `name` was started while a backward recomputes."""
         self._recomputed.add(name)
 
+    def not_committed(self, name: str) -> None:
+        """Group `name` is open where its step ends, and was read."""
+        if self._said.first("open", name):
+            logger.warning(
+                "group %r was started and is not committed where its step ends: what it saved stays, but for "
+                "whole pieces (piece_bytes). Call group_commit(output, %r) where its layers end, once for "
+                "each start",
+                name,
+                name,
+            )
+
     def forwards(self, stage: int, number: int) -> None:
         """So many forwards of a virtual stage have begun since the last step's end."""
         if number >= FORWARDS_WITHOUT_END and self._said.first("no end"):

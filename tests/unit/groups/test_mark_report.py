@@ -52,6 +52,21 @@ def test_a_forward_that_was_never_announced_is_said_once(
     assert "a stage without an announcer begins no chunk" in message
 
 
+def test_a_group_that_is_never_committed_is_said_once_and_one_that_an_exception_cut_short_is_not(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        init_chunk_handler()
+        group_start(leaf(), "cut short")
+        init_chunk_handler()
+        y = group_start(leaf(), "g", hooks=True).square()
+        y.sum().backward()
+        step_end()
+    (message,) = said(caplog)
+    assert "group 'g' was started and is not committed where its step ends" in message
+    assert "Call group_commit(output, 'g')" in message
+
+
 def test_an_evaluation_that_is_not_announced_is_nothing_to_say(
     manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
 ) -> None:
