@@ -71,6 +71,8 @@ ROWS = (
     Row("h100", 4, "1f1b", 8, 8, 22, 2095, 0.05, (51.5,)),
     Row("h100", 4, "1f1b", 6, 8, None, 1423),
     Row("h100", 4, "zbv", 6, 8, None, 1238),
+    Row("h100", 4, "interleaved1f1b", 6, 8, None, 1503, 0.05),
+    Row("h100", 4, "dualpipev", 6, 8, None, 1502, 0.08),
 )
 """Without the rows that were measured before the plan knew what each half of a split backward reads, and
 before parts of groups could stay."""
