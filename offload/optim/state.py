@@ -106,27 +106,27 @@ def with_class_rules(
 
 def fill_state(optimizers: list[Optimizer]) -> None:
     """What each class makes in its first step, with weights and counts as they were: a step of zero
-    gradients, taken back."""
+    gradients on clones, since a write to the weights makes old what others read of them."""
     for optimizer in optimizers:
-        groups = optimizer.param_groups
-        before = [(leaf, leaf.grad, leaf.detach().clone()) for group in groups for leaf in group["params"]]
-        values = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        empty = [leaf for leaf, _, _ in before if not optimizer.state.get(leaf)]
+        groups, state = optimizer.param_groups, optimizer.state
+        values = [dict(group) for group in groups]
+        clones: dict[Tensor, Tensor] = {}
         try:
             for group in groups:
+                mine = {leaf.detach().clone(): leaf for leaf in group["params"]}
+                clones.update(mine)
+                group["params"] = list(mine)
                 if "weight_decay" in group:
                     group["weight_decay"] = 0.0
-            for leaf, _, _ in before:
-                leaf.grad = None
-            for leaf in empty:
-                leaf.grad = torch.zeros_like(leaf)
+            for clone, leaf in clones.items():
+                clone.grad = None if state.get(leaf) else torch.zeros_like(clone)
             step_alone(optimizer)
         finally:
-            for leaf, gradient, weights in before:
-                leaf.grad = gradient
-                leaf.data.copy_(weights)
             for group, said in zip(groups, values, strict=True):
                 group.update(said)
-        for leaf in empty:
-            if "step" in (state := optimizer.state[leaf]):
-                state["step"] *= 0
+            made = {clone: state.pop(clone) for clone in clones if clone in state}
+        for clone, entry in made.items():
+            if clone.grad is not None:
+                state[clones[clone]] = entry
+                if "step" in entry:
+                    entry["step"] *= 0

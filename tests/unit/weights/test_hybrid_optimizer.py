@@ -294,6 +294,21 @@ def test_a_state_dict_that_somebody_has_is_the_stepped_one_and_may_be_written(ki
         close(optimizers)
 
 
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+def test_a_dummy_step_leaves_a_state_dict_that_may_be_written(fraction: float) -> None:
+    with streamed() as pair:
+        ours = HybridDeviceOptimizer(pair.model.parameters(), fraction, engine=pair.stream._engine)
+        states = [model.state_dict() for model in (pair.model, pair.plain)]
+        ours.dummy_step()
+        for values in zip(*(state.values() for state in states), strict=True):
+            for value in values:
+                value.mul_(2)
+        pair.model.load_state_dict(states[0])
+        pair.check_weights()
+        del states, values, value
+        ours.close()
+
+
 def test_reads_and_copies_at_any_moment_have_the_stepped_weights() -> None:
     x = torch.ones(ROWS, WIDTH)
     with streamed() as pair:
