@@ -207,7 +207,9 @@ class ChunkOffloadHandler(ChunkGroups):
 
     def tensor_pop(self, tag: TensorTag) -> torch.Tensor:
         """The tensor of that tag, on the device; once. Raises KeyError for a tag that is unknown or popped
-        already."""
+        already, ValueError for what is no tag."""
+        if not isinstance(tag, tuple):
+            raise ValueError(f"tensor_pop of a {type(tag).__name__}, must be the tag that tensor_push gave")
         with self.engine.lock:
             if tag not in self._tags:
                 raise KeyError(
@@ -315,6 +317,8 @@ class ChunkOffloadHandler(ChunkGroups):
 
         non_blocking: None means: iff the host side is pinned; False makes the host wait for the copy.
         """
+        if not isinstance(state, OffloadState):
+            raise ValueError(f"reload of a {type(state).__name__}, must be what offload returned")
         self.engine.refuse_in_capture("reload of a tensor by hand")
         device = self.engine.device
         host = state.cpu_tensor

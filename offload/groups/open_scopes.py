@@ -59,9 +59,9 @@ class OpenScopes(ChunkTracker):
             self.mark_report.no_group(handler.id)
             return None
         group.hooked = True
-        if inside_checkpoint():
-            if not self.open_regions:
-                self.mark_report.inside_checkpoint(group.name, handler.id)
+        if recomputed_by := inside_checkpoint():
+            is_auto = self.engine.limits.again_room_bytes is not None
+            self.mark_report.inside_checkpoint(group.name, recomputed_by, is_auto=is_auto)
             return None
         self.engine.transfers.check_capture(f"group {group.name!r}")
         return self.engine.hooks.push(GroupScope(handler, group), stays)

@@ -38,6 +38,16 @@ RESERVED_OVER_ACTIVE = 1.25
 """Above it the device's cached blocks cost more than what offload saves in many models. Steps of one shape
 stay below 1.1 (docs/log.md)."""
 
+_INSIDE = {
+    "torch.utils.checkpoint": "groups %s are inside a non-reentrant checkpoint, which recomputes what they "
+    "save: nothing of them leaves. Put the marks around the checkpoint, or give the checkpoint "
+    "context_fn=selective_contexts(...)",
+    "offload.checkpoint.region": "groups %s are inside blocks that offload.apply recomputes: nothing of them "
+    "leaves. Choose one: mode='groups', where all that these blocks save leaves, or the recompute without "
+    "these marks",
+}
+"""By the module that recomputes."""
+
 _NAMED = 8  # groups that a message lists at most
 
 
@@ -49,6 +59,7 @@ class MarkReport:
         self._said = Once()
         self._expected: set[int | None] = set()
         self._recomputed: set[str] = set()
+        self._inside: dict[str, str] = {}  # by what
         self._forwards_at_step = 0  # when an optimizer stepped last
         self._unended = 0  # its steps since the last `step_end`
 
@@ -71,16 +82,10 @@ class MarkReport:
                 chunk,
             )
 
-    def inside_checkpoint(self, name: str, chunk: ChunkId) -> None:
-        """Hooks were asked for in a checkpoint that keeps nothing."""
-        if self._said.first("inside a checkpoint"):
-            logger.warning(
-                "group %r of chunk %s is inside a non-reentrant checkpoint, which recomputes what it saves: "
-                "nothing of it will leave; put the group around the checkpoint, or give the checkpoint "
-                "context_fn=selective_contexts(...)",
-                name,
-                chunk,
-            )
+    def inside_checkpoint(self, name: str, recomputed_by: str, *, is_auto: bool) -> None:
+        """Hooks were asked for in a non-reentrant checkpoint of that module. is_auto: mode "auto" plans, and
+        recomputes a block in some steps only."""
+        self._inside[name] = "" if is_auto and recomputed_by != "torch.utils.checkpoint" else recomputed_by
 
     def recomputed(self, name: str) -> None:
         """Group `name` was started while a backward recomputes."""
@@ -157,21 +162,23 @@ class MarkReport:
                     name,
                 )
         self._recomputed.clear()
+        if self._inside:
+            moved = {group.name for chunk in models for group in chunk.groups if _moved(group)}
+            for recomputed_by, text in _INSIDE.items():
+                idle = [n for n, by in self._inside.items() if by == recomputed_by and n not in moved]
+                if idle and self._said.first("inside", recomputed_by):
+                    logger.warning(text, _listed(idle))
+            self._inside.clear()
 
     def _say_idle(
         self, model: int | None, groups: Sequence[Group], min_elements: int, survey: Survey | None
     ) -> None:
-        moved = {
-            group.name
-            for group in groups
-            if group.encloses or (group.saved is not None and group.saved.slots)
-        }
-        idle = list(
-            dict.fromkeys(group.name for group in groups if group.name not in {*moved, KEPT, ROUTING})
-        )
+        moved = {group.name for group in groups if _moved(group)}
+        others = {*moved, *self._inside, KEPT, ROUTING}
+        idle = list(dict.fromkeys(group.name for group in groups if group.name not in others))
         hooked = {group.name for group in groups if group.hooked}
         largest = 0 if survey is None else survey.largest_small(model)
-        if not moved and largest and hooked.issuperset(idle) and self._said.first("nothing", model):
+        if idle and not moved and largest and hooked.issuperset(idle) and self._said.first("nothing", model):
             logger.warning(
                 "nothing leaves: all that autograd saved in groups %s is smaller than min_numel "
                 "(min_offloaded_tensor_size in OffloadConfig), %s elements here, or can never leave. The "
@@ -282,6 +289,10 @@ class StepReport:
                 bytes_text(stats.restore_bytes),
                 bytes_text(peak),
             )
+
+
+def _moved(group: Group) -> bool:
+    return group.encloses or (group.saved is not None and group.saved.slots > 0)
 
 
 def _listed(names: Iterable[str]) -> str:

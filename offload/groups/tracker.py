@@ -49,7 +49,6 @@ class ChunkTracker:
         self.engine.on_read(self._on_read)
         self.do_offload = True
         self.mark_report = MarkReport()
-        self.open_regions = 0  # checkpointed forwards that keep a part, running now
         self._clock = StepClock(engine.transfers)
         self._handlers: dict[ChunkId, ChunkGroups] = {}
         self._retired: list[SavedChunk] = []  # forwards of this step that were begun again
@@ -122,10 +121,7 @@ class ChunkTracker:
 
     def begin_backward(self, stage: int, microbatch: int, kind: str) -> None:
         """A backward of that chunk begins. kind: "B" whole, "I" input half, "W" weight half."""
-        if kind not in ("B", "I", "W"):
-            raise ValueError(
-                f"backward kind is {kind!r}, must be 'B' (whole), 'I' (input half) or 'W' (weight half)"
-            )
+        _check_backward(kind)
         check_index("stage", stage)
         check_index("microbatch", microbatch)
         with self.engine.lock:
@@ -148,6 +144,7 @@ class ChunkTracker:
     def end_backward(self, stage: int, microbatch: int, kind: str) -> None:
         """That backward is over. After an input half, what was fetched and is clean is dropped: the weight
         half reads less."""
+        _check_backward(kind)
         with self.engine.lock:
             handler = self._handlers.get(ChunkId(stage, microbatch))
             self._clock.stop(Action(cast(Kind, kind), stage, microbatch))
@@ -428,3 +425,10 @@ class ChunkTracker:
         self._counts.clear()
         self._forward_order = []
         self._backward_order = []
+
+
+def _check_backward(kind: str) -> None:
+    if kind not in ("B", "I", "W"):
+        raise ValueError(
+            f"backward kind is {kind!r}, must be 'B' (whole), 'I' (input half) or 'W' (weight half)"
+        )

@@ -111,12 +111,13 @@ def admits_hooks() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is None and is_enabled
 
 
-def inside_checkpoint() -> bool:
-    """Whether the innermost saved-tensor hooks are those of a non-reentrant checkpoint. Its recompute must
-    save exactly what its forward saved, tensor by tensor, so nobody may take one away from it in the
-    forward."""
+def inside_checkpoint() -> str:
+    """The module of the innermost saved-tensor hooks if they are those of a non-reentrant checkpoint; "" if
+    not. Its recompute must save exactly what its forward saved, tensor by tensor, so nobody may take one away
+    from it in the forward."""
     top = _top_hooks(True)
-    return top is not None and getattr(top[0], "__module__", None) in _CHECKPOINTS
+    module = "" if top is None else getattr(top[0], "__module__", "")
+    return module if module in _CHECKPOINTS else ""
 
 
 Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any]]

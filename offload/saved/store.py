@@ -310,7 +310,8 @@ class TensorStore:
         if state is _RELEASED:
             raise StaleHandleError(
                 f"{block.label} ({block.nbytes:,} bytes) was saved in a step that has ended; run its "
-                "backward before step_end() or reset(), or save it outside the offload hooks"
+                "backward before step_end() or reset(), or, in a loop that calls neither, before the third "
+                "step() of an optimizer from then on; or save it outside the offload hooks"
             )
         probe, layout = handle.probe, handle.layout
         assert probe is not None

@@ -189,6 +189,11 @@ CALLS: dict[str, tuple[Call, type[BaseException], str]] = {
         ValueError,
         r"backward kind is 'X', must be 'B' \(whole\), 'I' \(input half\) or 'W' \(weight half\)",
     ),
+    "kind of an end": (
+        lambda: the_manager().end_backward(0, 0, "Z"),
+        ValueError,
+        "backward kind is 'Z', must be 'B'",
+    ),
     "announced backward": (
         lambda: the_manager().begin_backward(0, -1, "B"),
         ValueError,
@@ -369,6 +374,16 @@ CALLS: dict[str, tuple[Call, type[BaseException], str]] = {
         lambda: handler().tensor_pop((9, 9)),
         KeyError,
         r"s0m0 holds no tensor under tag \(9, 9\); it holds 0 others",
+    ),  # type: ignore[arg-type]
+    "no tag": (
+        lambda: handler().tensor_pop(5),
+        ValueError,
+        "tensor_pop of a int, must be the tag that tensor_push gave",
+    ),  # type: ignore[arg-type]
+    "reload of no state": (
+        lambda: handler().reload(5),
+        ValueError,
+        "reload of a int, must be what offload returned",
     ),  # type: ignore[arg-type]
     "offload of a list": (
         lambda: handler().offload([1.0]),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import offload
 from offload import (
     PipelineOffloadManager,
     group_commit,
@@ -132,9 +134,33 @@ def test_a_group_inside_a_checkpoint_that_saves_nothing_is_told_so(
     init_chunk_handler(None, None, 1)
     checkpoint(marked, marked(leaf(), "outside"), use_reentrant=False).sum().backward()
     step_end()
-    message = said(caplog)[0]
-    assert "group 'g' of chunk s0m0 is inside a non-reentrant checkpoint, which recomputes" in message
-    assert "put the group around the checkpoint, or give the checkpoint context_fn=" in message
+    (message,) = said(caplog)
+    assert "groups 'g' are inside a non-reentrant checkpoint, which recomputes" in message
+    assert "Put the marks around the checkpoint, or give the checkpoint context_fn=" in message
+
+
+class Marked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return marked(self.fc2(marked(self.fc1(x), "a")), "b")
+
+
+@pytest.mark.parametrize("mode", ["groups", "hidden_states", "checkpoint", "selective", "auto"])
+def test_groups_inside_blocks_that_apply_recomputes_are_told_so_where_no_plan_may_send_them(
+    mode: Any, manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(*(Marked() for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with offload.activations(model, mode, min_numel=1):
+        for _ in range(4):
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+    about = [text for text in said(caplog) if "group" in text and "'a'" in text]
+    assert len(about) == (mode not in ("groups", "auto"))
+    assert all("groups 'a', 'b' are inside blocks that offload.apply recomputes" in text for text in about)
 
 
 def test_a_group_around_others_moves_nothing_of_its_own_and_is_nothing_to_say(

@@ -150,7 +150,7 @@ def test_what_is_alive_at_an_end_is_carried_over_two_ends_and_then_named_and_dro
     (message,) = warnings_of(caplog)
     assert "whose backward has not run; they are dropped" in message
     assert message.endswith("They were saved in s0m1/layers")
-    with pytest.raises(offload.StaleHandleError):
+    with pytest.raises(offload.StaleHandleError, match=r"before the third step\(\) of an optimizer"):
         graphs[1].backward()
 
 
