@@ -6,6 +6,9 @@ when what is pinned beside them has had its time.
 
 from __future__ import annotations
 
+from offload.memory.free_ranges import round_up
+from offload.memory.growth import PAGE_BYTES
+from offload.memory.loans import ALIGN_BYTES
 from offload.sizes import bytes_text, enough_text
 from offload.telemetry.records import StepStats
 from offload.telemetry.speaker import speaker
@@ -34,7 +37,8 @@ class HostShortage:
         if not refusal and self._steps <= _STEPS_TO_PIN:
             return
         lacking, self._steps = stats if stats.lacked_host else self._first, -1
-        needed = enough_text(lacking.host_bytes_wanted_peak)
+        padded = lacking.host_bytes_wanted_peak + lacking.saved * ALIGN_BYTES
+        needed = enough_text(round_up(padded, PAGE_BYTES))
         logger.warning(
             "%s of step %d found no host memory and stayed on the device, beside any device_limit: of %s "
             "that it needed there, %s were pinned. %s",
