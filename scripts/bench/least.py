@@ -92,4 +92,4 @@ def _step(work: str) -> RankStep:
         orders=tuple(one_f_one_b(rank, 3, 8) for rank in range(3)),
     )
     order = [action._replace(stage=1) for action in found.actions]
-    return RankStep(order, {1: stages_of_job(job)[1]}, _GPU.links[1], "auto")
+    return RankStep(order, {1: stages_of_job(job)[1]}, _GPU.links[1], "auto", receives=False)

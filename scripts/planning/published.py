@@ -34,17 +34,15 @@ _BLOCK = ModelShape(
     name="benchmark", layers=24, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocabulary=256,
     rotary=False,
 )  # fmt: skip
-_A_PARAMETER = 2 + 2 + 12
-"""Bytes: weight, gradient, and what an optimizer would hold."""
-
 _TRIALS = 30
 """Simulated steps for a rank's plan."""
 
 
 class Row(NamedTuple):
     """One row of "Real pipelines". layers: of a rank. saved_gb: the limit of saved bytes; None for nothing
-    offloaded. within: how near the predicted step is. active_gb, stall_ms: by rank, where they are
-    published."""
+    offloaded. within, gb_within: how near the predicted step and peaks are. active_gb, stall_ms: by rank,
+    where they are published. a_parameter: bytes of its weight, its gradient, and what an optimizer would
+    hold."""
 
     gpu: str
     ranks: int
@@ -56,8 +54,11 @@ class Row(NamedTuple):
     within: float = 0.03
     active_gb: Sequence[float] = ()
     stall_ms: Sequence[float] = ()
+    a_parameter: int = 2 + 2 + 12
+    gb_within: float = 0.01
 
 
+_NO_STATE = 2 + 2
 ROWS = (
     Row("h200", 2, "1f1b", 6, 4, None, 629),
     Row("h200", 2, "interleaved1f1b", 6, 4, None, 601, 0.04),
@@ -66,13 +67,13 @@ ROWS = (
     Row("h200", 2, "1f1b", 22, 4, None, 2373, 0.04, (138.43, 107.87)),
     Row("h200", 2, "1f1b", 22, 4, 20, 3139, 0.03, (98.53, 97.64), (1197, 184)),
     Row("h200", 2, "interleaved1f1b", 22, 4, 20, 2969, 0.03, (98.85, 98.49), (1091, 123)),
-    Row("h100", 2, "1f1b", 8, 8, None, 1587),
+    Row("h100", 2, "1f1b", 8, 8, None, 1587, 0.03, (30.02, 18.93), (), _NO_STATE),
     Row("h100", 4, "1f1b", 8, 8, None, 1926, 0.03, (73.3,)),
     Row("h100", 4, "1f1b", 8, 8, 22, 2095, 0.05, (51.5,)),
-    Row("h100", 4, "1f1b", 6, 8, None, 1423),
-    Row("h100", 4, "zbv", 6, 8, None, 1238),
-    Row("h100", 4, "interleaved1f1b", 6, 8, None, 1503, 0.05),
-    Row("h100", 4, "dualpipev", 6, 8, None, 1502, 0.08),
+    Row("h100", 4, "1f1b", 6, 8, None, 1423, 0.03, (39.55, 31.56, 23.23, 14.44), (), _NO_STATE),
+    Row("h100", 4, "zbv", 6, 8, None, 1238, 0.03, (42.3, 42.9, 44.5, 52.9), (), _NO_STATE, 0.02),
+    Row("h100", 4, "interleaved1f1b", 6, 8, None, 1503, 0.05, (53.29, 44.89, 36.5, 28.1), (), _NO_STATE),
+    Row("h100", 4, "dualpipev", 6, 8, None, 1502, 0.08, (44.29, 44.89, 44.89, 44.02), (), _NO_STATE),
 )
 """Without the rows that were measured before the plan knew what each half of a split backward reads, and
 before parts of groups could stay."""
@@ -112,7 +113,7 @@ def predicted(row: Row) -> Predicted:
         return step, step.keep_all(0) if row.saved_gb is None else _plan(step, row.saved_gb)
 
     _, plays, times = play_together(job, planned, moves=row.saved_gb is not None)
-    held = row.layers * layer.parameters * _A_PARAMETER
+    held = row.layers * layer.parameters * row.a_parameter
     return Predicted(
         step_ms=times[0].step_s * 1e3,
         active_gb=tuple((held + max(play.peaks_bytes)) / GB for play in plays),

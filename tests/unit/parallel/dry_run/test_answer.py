@@ -59,7 +59,7 @@ def stage() -> Any:
 
 def w2_step(stage: Any, mode: Any) -> RankStep:
     order = [action._replace(stage=1) for action in one_f_one_b(0, 4, 8)]
-    return RankStep(order, {1: stage}, LINK, mode)
+    return RankStep(order, {1: stage}, LINK, mode, receives=False)
 
 
 def test_where_the_host_is_slower_an_action_takes_what_launching_its_blocks_takes(stage: Any) -> None:
@@ -266,7 +266,7 @@ def assert_is_predicted(row: Row) -> None:
     answer = predicted(row)
     assert answer.step_ms == pytest.approx(row.step_ms, rel=row.within)
     for found, measured_gb in zip(answer.active_gb[: len(row.active_gb)], row.active_gb, strict=True):
-        assert found == pytest.approx(measured_gb, rel=0.01 if row.saved_gb is None else 0.02)
+        assert found == pytest.approx(measured_gb, rel=row.gb_within if row.saved_gb is None else 0.02)
     for stall_ms, measured_ms in zip(answer.stall_ms[: len(row.stall_ms)], row.stall_ms, strict=True):
         assert stall_ms == pytest.approx(measured_ms, abs=0.05 * row.step_ms)
     if torch.__version__ >= "2.13":  # an older torch splits a weight's backward into other operators
