@@ -45,7 +45,7 @@ class GradientFigures:
 
     def __str__(self) -> str:
         if not self.steps:
-            return f"{self.line()}\n  no step has ended yet"
+            return f"{self.line()}\n  no step has copied any yet"
         return (
             f"{self.line()}\n  last step: {bytes_text(self.in_bytes)} to the device, "
             f"{bytes_text(self.out_bytes)} to the host; compute waited {self.stall_ms:,.1f} ms for them in "

@@ -767,7 +767,7 @@ def test_figures_are_told(called: bool) -> None:
     """Where a module inside the model is called, and not the model, what was cleared came back in vain."""
     loss = squares if called else lambda model, x: squares(model.forward, x)
     with waiting() as pair:
-        assert "no step has ended yet" in str(pair.handle.explain())
+        assert "no step has copied any yet" in str(pair.handle.explain())
         ours, its = pair.optimizers(fused=True)
         for _ in range(2):
             for _ in range(2):
