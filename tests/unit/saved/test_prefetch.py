@@ -94,6 +94,7 @@ def test_what_is_read_in_no_order_at_all_is_read_right() -> None:
 
 
 # -- the window ----------------------------------------------------------------------------------------------
+@pytest.mark.req("S2-81")
 def test_the_window_moves_on_with_the_reader() -> None:
     rig = Rig(max_restoring_bytes=2 * KIB)
     y = saved(rig, 5)
