@@ -124,7 +124,7 @@ class HostArena(Lender):
                 raise HostBudgetError(
                     f"{held_bytes:,} bytes of host memory are held, {self.lent_bytes:,} of them lent, and "
                     f"the new limit leaves room for {max(0, room):,}; close the optimizers that use them, or "
-                    "raise host_limit_bytes"
+                    "raise host_limit (host_limit_bytes in OffloadConfig)"
                 )
             if not shared:
                 self.budget.release(held_bytes)

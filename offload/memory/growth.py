@@ -266,7 +266,7 @@ class Growth:
             f"{self.budget.used_bytes:,} of the host's "
             f"{self.budget.limit_bytes:,} bytes are in use; reserve "
             f"{max(0, self.held_bytes + self.budget.limit_bytes - self.budget.used_bytes):,} or less (what a "
-            "step lacks is pinned beside it), or raise host_limit_bytes"
+            "step lacks is pinned beside it), or raise host_limit (host_limit_bytes in OffloadConfig)"
         )
 
     def _adopt(self, memory: HostMemory) -> int:

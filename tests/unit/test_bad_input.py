@@ -306,7 +306,7 @@ CALLS: dict[str, tuple[Call, type[BaseException], str]] = {
     "reserve beyond the limit": (
         lambda: the_manager().reserve_host(2 << 30),
         HostBudgetError,
-        "1,073,741,824 .*, or raise host_limit_bytes",
+        r"1,073,741,824 .*, or raise host_limit \(host_limit_bytes in",
     ),
     "order of an unknown kind": (
         lambda: the_manager().set_order([("X", 0, 0)]),

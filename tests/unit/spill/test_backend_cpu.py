@@ -201,7 +201,7 @@ def test_a_spent_host_budget_is_a_pool_miss() -> None:
     backend.allocate(10)
     backend.allocate(10)
     assert (backend.pool_hits, backend.pool_misses) == (1, 1)
-    with pytest.raises(HostBudgetError, match="raise host_limit_bytes"):
+    with pytest.raises(HostBudgetError, match=r"raise host_limit \(host_limit_bytes in"):
         backend.reserve()
 
 
