@@ -62,8 +62,8 @@ class KeepReport:
             missing = [name for name in entry.names if name not in entry.matched]
             if not entry.matched:
                 logger.warning(
-                    "selective_contexts() kept nothing: %s checkpointed forwards called none of %s, so all "
-                    "of them is recomputed. They called %s (what torch.compile has fused calls none). Ask "
+                    "selective_contexts() kept nothing: %s checkpointed forwards called none of %s, so they "
+                    "are recomputed whole. They called %s (what torch.compile has fused calls none). Ask "
                     "for some of those, by selective_contexts() in a checkpoint of your own; of "
                     "mode='selective' the operators are fixed, and mode='auto' keeps what pays",
                     f"{entry.regions:,}",

@@ -35,8 +35,8 @@ def test_nothing_is_said_before_a_checkpoint_has_run_and_once_after(caplog: pyte
     ((level, message),) = messages(caplog)
     assert level == logging.WARNING
     assert message.startswith(
-        "selective_contexts() kept nothing: 2 checkpointed forwards called none of mm, so all of them is "
-        "recomputed."
+        "selective_contexts() kept nothing: 2 checkpointed forwards called none of mm, so they are "
+        "recomputed whole."
     )
     assert "They called exp, sin (" in message
 
