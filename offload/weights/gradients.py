@@ -210,8 +210,9 @@ class GradientStream(Client):
         if found and self._said.first("set"):
             logger.warning(
                 "%d gradients (the first: %s) were set as p.grad, not added to by a backward, as the "
-                "weight-gradient actions of zero-bubble schedules do: they stay on the device until a "
-                "backward adds to them. Use a schedule with whole backwards, or leave gradients= out",
+                "weight-gradient actions of zero-bubble schedules do, and DistributedDataParallel where a "
+                "rank has not used them: they stay on the device until a backward adds to them. Use a "
+                "schedule with whole backwards, or leave gradients= out",
                 len(found),
                 found[0],
             )

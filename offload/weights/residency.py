@@ -515,7 +515,8 @@ class Residency:
     def _say_over(self, coming: BlockWeights) -> None:
         """Once: more is on the device than was asked for."""
         here = [block for block in self.blocks if block.present and not (block.entered or block.keep)]
-        held = [weight.name for block in here for weight in block.weights if weight.is_held_elsewhere]
+        weights = [weight for block in here for weight in block.weights if not weight.is_under_way]
+        held = [weight.name for weight in weights if weight.is_held_elsewhere]
         if held and self._said.first("held"):
             logger.warning(
                 "more weights are on the device than weights= allows, %s beyond a window of %s: %d of them "

@@ -175,6 +175,7 @@ def test_gradients_that_no_backward_added_to_are_said_once(caplog: pytest.LogCap
             step(device, model)
         assert [record.message for record in caplog.records if "were set as p.grad" in record.message] == [
             "1 gradients (the first: layers.1.gate) were set as p.grad, not added to by a backward, "
-            "as the weight-gradient actions of zero-bubble schedules do: they stay on the device until a "
-            "backward adds to them. Use a schedule with whole backwards, or leave gradients= out"
+            "as the weight-gradient actions of zero-bubble schedules do, and DistributedDataParallel where a "
+            "rank has not used them: they stay on the device until a backward adds to them. Use a schedule "
+            "with whole backwards, or leave gradients= out"
         ]

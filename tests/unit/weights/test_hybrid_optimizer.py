@@ -109,6 +109,21 @@ def test_a_block_has_weights_of_which_some_are_stepped_on_the_device(overlap: Ov
         ours.close()
 
 
+def test_a_step_that_holds_weights_beside_the_devices_part_is_nobody_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with streamed() as pair:
+        ours = HybridDeviceOptimizer(pair.model.parameters(), 0.5, engine=pair.stream._engine)
+        for _ in range(2):
+            for _ in range(2):
+                squares(pair.model, torch.ones(ROWS, WIDTH)).backward()
+            ours.step()
+            ours.zero_grad()
+        assert "something else holds their memory" not in caplog.text
+        pair.model.load_state_dict(pair.plain.state_dict())
+        ours.close()
+
+
 @pytest.mark.parametrize("share", SHARES)
 def test_masters_of_half_precision_weights(overlap: Overlap, share: float) -> None:
     """Each overlap, and each share, under each kind of checkpoint."""
