@@ -147,12 +147,13 @@ class KeptGroup:
         open_group = handler.innermost_open()
         if open_group is None:
             open_group = self._own = handler.on_group_start_forward(self._name)
-            open_group.hooked = True
         return KeptScope(handler, open_group, lane)
 
     def left(self, blocks: Iterable[DeviceBlock]) -> None:
         """The recompute will read these, after those before."""
         self._together += blocks
+        if self._own is not None:
+            self._own.hooked = True
 
     def end(self) -> None:
         """The region's forward has ended, or raised."""
@@ -163,4 +164,5 @@ class KeptGroup:
         with handler.engine.lock:
             if self._own is not None and handler.close_own(self._own):
                 self._manager.commit(handler, self._own)
+                self._own.committed = self._own.hooked  # the recompute comes past nothing that it would keep
             handler.read_together(together)

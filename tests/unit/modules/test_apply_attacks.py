@@ -423,6 +423,26 @@ def test_a_mode_after_disk_writes_to_no_disk_that_nobody_asked_for(manager: Pipe
     assert (last.stats.disk_write_bytes, last.engine.config.disk_directory) == (0, None)
 
 
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        ((nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)), 0),
+        ((nn.Linear(WIDTH, 4), nn.GELU(), nn.Linear(4, WIDTH)), 1),
+    ],
+)
+def test_a_selective_block_whose_products_nobody_reads_is_not_told_that_they_are_too_small(
+    layers: tuple[nn.Module, ...],
+    said: int,
+    manager: PipelineOffloadManager,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(*(nn.Sequential(*copy.deepcopy(layers)) for _ in range(2)))
+    with offload.activations(model, "selective", min_numel=ROWS * WIDTH):
+        model(inputs()).sum().backward()
+        manager.step_end()
+    assert nothing_leaves(caplog) == ["group 'selective' moved nothing"] * said
+
+
 def test_an_output_that_a_selective_block_changes_in_place_is_recomputed_which_is_said_once(
     manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
 ) -> None:
