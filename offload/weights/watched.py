@@ -403,8 +403,8 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
 
 
 def _refuse_wrapper(weight: Weight) -> None:
-    """DDP's constructor hands the result to C++, which would read bytes that are not there; FSDP puts other
-    parameters in the place of its shards."""
+    """DDP's constructor, and its join(), hand the result to C++, which would read bytes that are not there;
+    FSDP puts other parameters in the place of its shards."""
     frame: FrameType | None = sys._getframe(3)
     for _ in range(4):
         if frame is None:
@@ -417,11 +417,18 @@ def _refuse_wrapper(weight: Weight) -> None:
                 "its shards on the host, and FSDPGPUOptimizerWrapper steps them"
             )
         if name == "_sync_module_states":
+            caller, what = frame.f_back, f"({weight.name}, {weight.nbytes:,} bytes)"
+            if caller is not None and caller.f_code.co_name == "_sync_final_model":
+                raise OffloadError(
+                    f"DistributedDataParallel.join() of a model whose weights are on the host {what}: its "
+                    "end sends them from C++, which sees no bytes. Call remove() on apply's handle as the "
+                    "last inside of it, or give all ranks as many batches and leave it out"
+                )
             raise OffloadError(
-                f"DistributedDataParallel(model) of a model whose weights are on the host ({weight.name}, "
-                f"{weight.nbytes:,} bytes): its constructor sends them from C++, which sees no bytes. Build "
-                "it first, then call apply(weights=...) on the model inside; or give it init_sync=False "
-                "where all ranks have the same weights"
+                f"DistributedDataParallel(model) of a model whose weights are on the host {what}: its "
+                "constructor sends them from C++, which sees no bytes. Build it first, then call "
+                "apply(weights=...) on the model inside; or give it init_sync=False where all ranks have the "
+                "same weights"
             )
         frame = frame.f_back
 

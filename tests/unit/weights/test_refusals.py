@@ -252,7 +252,10 @@ def test_a_distributed_wrapper_is_built_before(tmp_path: Any) -> None:
                 squares(each, x).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        handle.remove()
+        with pytest.raises(offload.errors.OffloadError, match="its end sends them"), wrapped.join():
+            pass
+        with wrapped.join():
+            handle.remove()
         assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
         from torch.distributed.device_mesh import init_device_mesh
