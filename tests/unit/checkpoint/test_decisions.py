@@ -437,7 +437,8 @@ def test_what_ranks_exchange_is_in_the_recompute_of_all_whatever_sizes_they_have
 
     def by_exchange(block: nn.Module, x: Tensor, scores: Tensor) -> Tensor:
         chosen, sizes = scores.argmax(-1), [len(x)]
-        rows = collectives.all_to_all_single_autograd(x[:, : block.width], sizes, sizes, dist.group.WORLD)
+        sent = x[:, : block.width].contiguous()
+        rows = collectives.all_to_all_single_autograd(sent, sizes, sizes, dist.group.WORLD)
         return x * rows[chosen].sum(-1, keepdim=True)
 
     store = dist.FileStore(str(tmp_path / "store"), 1)
