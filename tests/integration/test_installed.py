@@ -40,7 +40,7 @@ README_SAYS = (
 figures = offload.report().as_dict()
 assert figures["last_step"]["saved_bytes"] == 32 * 2 * 8192 * 128 * 4, figures
 assert figures["last_step"]["moved_bytes"] > 0, figures
-assert figures["peak_bytes"] <= 200_000_000, figures
+assert figures["peak_bytes"] <= 250_000_000, figures
 offload.PipelineOffloadManager.close_instance()
 """,
     # each layer saves what up and down are given, and what act is given
