@@ -85,7 +85,7 @@ def _summed_by_hand(model: Any, mesh: DeviceMesh) -> nn.Module:
 
 
 SPREAD: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
-    **{name: SPREADS[name] for name in ("ddp", "fsdp, blocks resharded", TENSOR_PARALLEL)},
+    **SPREADS,
     INSIDE: _operators_communicate,
     BY_HAND: _summed_by_hand,
 }

@@ -26,11 +26,6 @@ KEYS = {
 }
 NO_TITAN = ("groups", True, "hidden_states", "selective", "auto")
 TITAN = ("save_on_cpu", "checkpoint", "both")
-LEFT_OUT = {
-    "ddp": (True, "save_on_cpu", "checkpoint"),
-    "fsdp, parameters on the host": (True, "hidden_states", "selective"),
-}
-"""Covered by others: True by FSDP2, experts' modes by "both", a block's recompute on the host by "auto"."""
 
 
 def _sharded(policy: OffloadPolicy) -> Callable[[Any, DeviceMesh], nn.Module]:
@@ -48,14 +43,6 @@ SPREADS: dict[str, Callable[[Any, DeviceMesh], nn.Module]] = {
     "fsdp": _sharded(OffloadPolicy()),
     "fsdp, parameters on the host": _sharded(CPUOffloadPolicy(pin_memory=False)),
 }
-
-
-CASES = [
-    (spread, mode)
-    for spread in SPREADS
-    for mode in (*NO_TITAN, *TITAN)
-    if mode not in LEFT_OUT.get(spread, ())
-]
 
 
 def _train(model: nn.Module, rank: int) -> list[Tensor]:
@@ -90,7 +77,7 @@ def rank_main(rank: int, world: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for spread, distribute in SPREADS.items():
         plain = _train(distribute(_built()[0], mesh), rank)
-        for mode in (mode for of, mode in CASES if of == spread):
+        for mode in (*NO_TITAN, *TITAN):
             with new_manager() as manager:
                 model, recomputed = _built()
                 if mode in TITAN:

@@ -14,7 +14,7 @@ from tests.once import run_ranks_once
 
 pytest.importorskip("transformers")
 
-from tests.integration.experts_ranks import CASES, rank_main
+from tests.integration.experts_ranks import NO_TITAN, SPREADS, TITAN, rank_main
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.req("S3-54", "S3-61")
-@pytest.mark.parametrize(("spread", "mode"), CASES)
+@pytest.mark.parametrize("mode", [*NO_TITAN, *TITAN])
+@pytest.mark.parametrize("spread", SPREADS)
 def test_a_mixture_that_is_spread_keeps_its_bits(
     two_ranks: list[dict[str, Any]], spread: str, mode: Any
 ) -> None:
