@@ -41,9 +41,9 @@ __all__ = ["Decisions", "Finder", "choices_of", "decides", "is_decision", "makes
 
 @functools.cache
 def _why_never(operator: Operator) -> str:
-    """As never_kept. Nor is what ranks exchange found here: one rank might find it and others not, by their
-    numbers of elements, and all or none call it in their recomputes."""
-    return never_kept(operator) or "it communicates" * is_collective(operator)
+    """As never_kept, and collectives: whether one is found depends on a rank's sizes, and all ranks call it
+    in their recompute, or none."""
+    return never_kept(operator) or ("it communicates" if is_collective(operator) else "")
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

@@ -60,8 +60,12 @@ class OpenScopes(ChunkTracker):
             return None
         group.hooked = True
         if recomputed_by := inside_checkpoint():
+            # mode "auto" plans, and recomputes a block in some steps only; a checkpoint that keeps what was
+            # asked for is what the warning would advise
             is_auto = self.engine.limits.again_room_bytes is not None
-            self.mark_report.inside_checkpoint(group.name, recomputed_by, is_auto=is_auto)
+            by_torch = recomputed_by == "torch.utils.checkpoint"
+            is_asked_for = self.open_regions > 0 if by_torch else is_auto
+            self.mark_report.inside_checkpoint(group.name, "" if is_asked_for else recomputed_by)
             return None
         self.engine.transfers.check_capture(f"group {group.name!r}")
         return self.engine.hooks.push(GroupScope(handler, group), stays)

@@ -82,10 +82,10 @@ class MarkReport:
                 chunk,
             )
 
-    def inside_checkpoint(self, name: str, recomputed_by: str, *, is_auto: bool) -> None:
-        """Hooks were asked for in a non-reentrant checkpoint of that module. is_auto: mode "auto" plans, and
-        recomputes a block in some steps only."""
-        self._inside[name] = "" if is_auto and recomputed_by != "torch.utils.checkpoint" else recomputed_by
+    def inside_checkpoint(self, name: str, recomputed_by: str) -> None:
+        """Hooks were asked for in a non-reentrant checkpoint of that module; "" for one of which there is
+        nothing to say."""
+        self._inside[name] = recomputed_by
 
     def recomputed(self, name: str) -> None:
         """Group `name` was started while a backward recomputes."""

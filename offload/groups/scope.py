@@ -111,6 +111,8 @@ class KeptScope(GroupScope):
 
 
 class _Manager(Protocol):
+    open_regions: int
+
     def commit(self, handler: ChunkGroups, group: Group) -> None: ...
 
 
@@ -135,6 +137,7 @@ class KeptGroup:
 
     def begin(self) -> None:
         """The region's forward begins."""
+        self._manager.open_regions += 1
         if self._chunk is not None:
             self._together = self._chunk.take_noted()
 
@@ -157,6 +160,7 @@ class KeptGroup:
 
     def end(self) -> None:
         """The region's forward has ended, or raised."""
+        self._manager.open_regions -= 1
         together, self._together = self._together, []
         handler = self._handler
         if handler is None or handler.saved is not self._chunk:

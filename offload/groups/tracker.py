@@ -49,6 +49,7 @@ class ChunkTracker:
         self.engine.on_read(self._on_read)
         self.do_offload = True
         self.mark_report = MarkReport()
+        self.open_regions = 0  # checkpointed forwards that keep a part, running now
         self._clock = StepClock(engine.transfers)
         self._handlers: dict[ChunkId, ChunkGroups] = {}
         self._retired: list[SavedChunk] = []  # forwards of this step that were begun again

@@ -74,7 +74,8 @@ class BackwardSteps:
         self._used: dict[
             int, tuple[weakref.ref[Tensor], tuple[int, int]]
         ] = {}  # stamps before a load of state
-        # by id of the memory that gradients are views of, as FSDP2's are: its version, which is theirs
+        # by id of the memory that gradients are views of, as FSDP2's are: its version, which is theirs. FSDP2
+        # adds to one view after the bucket of another was stamped, which is no write to that one
         self._shared: dict[int, int] = {}
         self._final: Counter[HostBucket] = (
             Counter()

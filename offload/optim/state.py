@@ -24,6 +24,7 @@ from offload.optim.classes import step_alone
 from offload.optim.entries import MASTER
 from offload.optim.parts import refuse_incomplete
 from offload.optim.placing import Placement
+from offload.params.home import home_of
 from offload.params.view import ParamView, local_of, sharded_like
 
 __all__ = ["copy_to_host", "fill_state", "matched", "with_class_rules"]
@@ -106,27 +107,33 @@ def with_class_rules(
 
 def fill_state(optimizers: list[Optimizer]) -> None:
     """What each class makes in its first step, with weights and counts as they were: a step of zero
-    gradients on clones, since a write to the weights makes old what others read of them."""
+    gradients, taken back. Clones of streamed weights are stepped, since a write to these makes old what
+    others read of them."""
     for optimizer in optimizers:
         groups, state = optimizer.param_groups, optimizer.state
         values = [dict(group) for group in groups]
-        clones: dict[Tensor, Tensor] = {}
+        leaves = [leaf for group in groups for leaf in group["params"]]
+        stepped = {leaf: leaf if home_of(leaf) is None else leaf.detach().clone() for leaf in leaves}
+        before = [(leaf, leaf.grad, leaf.detach().clone()) for leaf in leaves if stepped[leaf] is leaf]
+        empty = {leaf: one for leaf, one in stepped.items() if not state.get(leaf)}
         try:
             for group in groups:
-                mine = {leaf.detach().clone(): leaf for leaf in group["params"]}
-                clones.update(mine)
-                group["params"] = list(mine)
+                group["params"] = [stepped[leaf] for leaf in group["params"]]
                 if "weight_decay" in group:
                     group["weight_decay"] = 0.0
-            for clone, leaf in clones.items():
-                clone.grad = None if state.get(leaf) else torch.zeros_like(clone)
+            for one in stepped.values():
+                one.grad = None
+            for one in empty.values():
+                one.grad = torch.zeros_like(one)
             step_alone(optimizer)
         finally:
+            for leaf, gradient, weights in before:
+                leaf.grad = gradient
+                leaf.data.copy_(weights)
             for group, said in zip(groups, values, strict=True):
                 group.update(said)
-            made = {clone: state.pop(clone) for clone in clones if clone in state}
-        for clone, entry in made.items():
-            if clone.grad is not None:
-                state[clones[clone]] = entry
-                if "step" in entry:
-                    entry["step"] *= 0
+            made = {leaf: state.pop(one) for leaf, one in empty.items() if one in state}
+        for entry in made.values():
+            if "step" in entry:
+                entry["step"] *= 0
+        state.update(made)

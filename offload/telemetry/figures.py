@@ -189,9 +189,10 @@ class Figures(Summed):
     kinds: Mapping[str, KindFigures] = _map()
 
     def __add__(self, other: Self) -> Self:
-        """Both together. What the device would have held is not known of a step that held more than that."""
+        """Both together. What the device would have held is not known where it is not of either: of a step
+        that held more than that."""
         both = super(Figures, self).__add__(other)
-        known = both.would_hold_bytes >= both.peak_bytes
+        known = all(one.would_hold_bytes >= one.peak_bytes for one in (self, other))
         return both if known else replace(both, would_hold_bytes=0)
 
     @property

@@ -116,7 +116,9 @@ class WeightStream(Client):
             self._handles.append(module.register_state_dict_post_hook(hook))
             self._handles.append(module.register_load_state_dict_pre_hook(hook.loading))
             self._handles.append(module.register_load_state_dict_post_hook(hook.loaded))
-        self._handles.append(register_optimizer_step_post_hook(weakly(self._stepped)))
+        handle = register_optimizer_step_post_hook(weakly(self._stepped))
+        self._handles.append(handle)
+        weakref.finalize(self, handle.remove).atexit = False  # of a model that is dropped
         engine.attach(self)
 
     # -- forwards of blocks ----------------------------------------------------------------------------------

@@ -346,8 +346,8 @@ class Weight:
     @property
     def is_old_to_readers(self) -> bool:
         """Whether somebody has the host's copy, and it is an old one."""
-        old = self.dirty or self._host_is_old
-        return old and self._on_host is not None and not is_alone(self._on_host)
+        given = self._on_host
+        return (self.dirty or self._host_is_old) and given is not None and not is_alone(given)
 
 
 class ExpandedLater(Watched):

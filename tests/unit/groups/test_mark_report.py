@@ -139,6 +139,20 @@ def test_a_group_inside_a_checkpoint_that_saves_nothing_is_told_so(
     assert "Put the marks around the checkpoint, or give the checkpoint context_fn=" in message
 
 
+def test_a_checkpoint_that_keeps_what_it_was_asked_for_is_given_no_advice(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(x: Tensor) -> Tensor:
+        return marked(marked(x @ x, "mm"), "act")
+
+    init_chunk_handler(None, None, 1)
+    contexts = offload.selective_contexts({torch.ops.aten.mm.default})
+    x = torch.randn(8, 8, requires_grad=True)
+    checkpoint(body, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    step_end()
+    assert said(caplog) == []
+
+
 class Marked(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -535,6 +535,25 @@ def test_a_dummy_step_knows_a_parameter_that_was_put_into_a_group_since() -> Non
     optimizer.close()
 
 
+class Tagged(SGD):
+    """Knows a parameter by what was set on it, as optimizers do that treat matrices in another way."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter][parameter.kind] = torch.zeros_like(parameter)
+        return super().step(closure)
+
+
+def test_a_dummy_step_shows_a_class_the_parameters_that_it_was_given() -> None:
+    model = net()
+    for parameter in model.parameters():
+        parameter.kind = "seen"  # type: ignore[attr-defined]
+    optimizer = HybridDeviceOptimizer(model.parameters(), 0.0, gpu_optimizer_cls=Tagged, lr=0.1)
+    optimizer.dummy_step()
+    assert all("seen" in optimizer.state[parameter] for parameter in model.parameters())
+
+
 @pytest.mark.req("S3-38")
 @pytest.mark.parametrize("cls", [AdamW, torch.optim.RMSprop, SGD])
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])

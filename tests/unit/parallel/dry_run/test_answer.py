@@ -69,6 +69,19 @@ def test_where_the_host_is_slower_an_action_takes_what_launching_its_blocks_take
     assert seconds == {"F": 3.0 * len(slow), "B": 5.0 * len(slow)}
 
 
+def test_messages_of_up_to_eight_microbatches_are_on_the_device(stage: Any) -> None:
+    """Of a rank in the middle, whose last of 16 microbatches is like the first."""
+    order = [action._replace(stage=1) for action in one_f_one_b(1, 4, 16)]
+    steps = [RankStep(order, {1: stage}, LINK, "none", receives=receives) for receives in (False, True)]
+    alone_bytes, among_bytes = (step.play(step.keep_all(0)).peaks_bytes for step in steps)
+    received = [more - less for more, less in zip(among_bytes, alone_bytes, strict=True)]
+    nbytes = stage.output_bytes
+    assert stage.pieces[0].input_bytes == nbytes > 0
+    live = [3 if 2 <= at < len(order) - 2 else min(at + 1, len(order) - at) for at in range(len(order))]
+    reads = [action.kind == "B" for action in order]
+    assert received == [(8 - held + 8 - read) * nbytes for held, read in zip(live, reads, strict=True)]
+
+
 def test_w2_without_offload_is_predicted_within_3_percent_and_2_percent_of_peak(stage: Any) -> None:
     """Measured 3145 to 3198 ms, 22.03 GB saved by a forward, 88.1 live at most, 99.80 active."""
     step = w2_step(stage, "none")
@@ -266,7 +279,7 @@ def assert_is_predicted(row: Row) -> None:
     answer = predicted(row)
     assert answer.step_ms == pytest.approx(row.step_ms, rel=row.within)
     for found, measured_gb in zip(answer.active_gb[: len(row.active_gb)], row.active_gb, strict=True):
-        assert found == pytest.approx(measured_gb, rel=row.gb_within if row.saved_gb is None else 0.02)
+        assert found == pytest.approx(measured_gb, rel=row.gb_within)
     for stall_ms, measured_ms in zip(answer.stall_ms[: len(row.stall_ms)], row.stall_ms, strict=True):
         assert stall_ms == pytest.approx(measured_ms, abs=0.05 * row.step_ms)
     if torch.__version__ >= "2.13":  # an older torch splits a weight's backward into other operators
