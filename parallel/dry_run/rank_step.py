@@ -42,8 +42,8 @@ _NOWHERE = -1
 """A stage that no rank has: for waits."""
 
 _AHEAD = 8
-"""Microbatches whose messages are counted, at most: the most that a measured step had. The host is ahead of
-the device by its launch queue, so a longer step holds no more."""
+"""Microbatches whose messages are counted, at most: the most that a measured step had. What longer ones hold
+was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

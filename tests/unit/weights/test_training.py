@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.checkpoint import checkpoint
 
 import offload
@@ -428,6 +429,7 @@ def test_threads_that_evaluate_one_model_beside_each_other() -> None:
 
 def test_two_models_and_one_that_is_dropped() -> None:
     with streamed() as pair:
+        hooks = len(_global_optimizer_post_hooks)
         other = Model()
         second = Pair(other, copy.deepcopy(other), offload.apply(other, weights="host"))
         for _ in range(2):
@@ -438,6 +440,7 @@ def test_two_models_and_one_that_is_dropped() -> None:
         del other, second
         gc.collect()
         assert gone() is None
+        assert len(_global_optimizer_post_hooks) == hooks
         assert len(engine.hooks.streamed) == 2 * BLOCKS
         with pytest.raises(OffloadError, match="its bytes are gone"):
             weight.sum()  # type: ignore[operator]
