@@ -41,6 +41,7 @@ from torch.distributed.fsdp import (  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import offload  # noqa: E402
+from bench import gradients  # noqa: E402
 from bench.measure import Clock  # noqa: E402
 from bench.optim_work import ADAMW, TINY, FusedStack, OptimShape  # noqa: E402
 from bench.run import NEEDS_GPU, Run, add_run_options, answer_child, hardware  # noqa: E402
@@ -124,12 +125,11 @@ def measure(request: Request, rank: Rank) -> dict[str, Any]:
     """This rank's figures."""
     trainer = Trainer(request, rank)
     clock = trainer.clock
-    torch.use_deterministic_algorithms(True)
-    for number in range(COMPARED_STEPS):
-        trainer.step(number)
-    clock.drain()
+    with gradients.deterministic():
+        for number in range(COMPARED_STEPS):
+            trainer.step(number)
+        clock.drain()
     digest = trainer.digest()
-    torch.use_deterministic_algorithms(False)
     samples = []
     for number in range(request.warmup + request.samples):
         clock.drain()

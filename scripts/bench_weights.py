@@ -52,6 +52,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=10, help="timed steps a row (%(default)s)")
     parser.add_argument("--warmup", type=int, default=6, help="steps before them (%(default)s)")
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent of --work experts (%(default)s)")
+    parser.add_argument("--inside", action="store_true", help="of lora, int8: checkpoints inside blocks")
     parser.add_argument("--out", metavar="FILE", type=Path, help="write every figure as JSON")
     parser.add_argument("--tiny", action="store_true", help="tiny blocks on the simulated device")
     parser.add_argument("--row", help=argparse.SUPPRESS)

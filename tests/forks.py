@@ -117,17 +117,15 @@ def forked_ranks(
         yield processes
 
 
-def run_forked(
-    command: Sequence[str], *, timeout: float, env: Mapping[str, str], **_: Any
-) -> subprocess.CompletedProcess[str]:
+def run_forked(command: Sequence[str], *, timeout: float, **_: Any) -> subprocess.CompletedProcess[str]:
     """In place of `bench.run.run_shown`, for `python script ...` and `python -m torch.distributed.run
     --standalone --nproc-per-node N script ...`. Where a rank fails, the others are ended."""
     under_torchrun = command[1:3] == ["-m", "torch.distributed.run"]
     ranks, (script, *arguments) = (int(command[5]), command[6:]) if under_torchrun else (1, command[1:])
     started: Any = (
-        forked_ranks(Path(script), arguments, ranks=ranks, environment=env)
+        forked_ranks(Path(script), arguments, ranks=ranks)
         if under_torchrun
-        else _all([forked(Path(script), arguments, env)])
+        else _all([forked(Path(script), arguments)])
     )
     with started as processes:
         end = time.monotonic() + timeout

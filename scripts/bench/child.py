@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -143,7 +142,6 @@ def context_of(request: RowRequest, clock: Clock) -> RowContext:
     dtype = torch.float32 if request.tiny else torch.bfloat16
     gc.collect()
     if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", gradients.CUBLAS_WORKSPACE)
         torch.cuda.empty_cache()
     stack, inputs = Stack(work.shape, device, dtype), Inputs(work.shape, device, dtype)
     clear_gradients(stack, inputs, work.keep_gradients)
@@ -194,9 +192,6 @@ def _steps(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
     warmup = request.warmup if request.warmup is not None else max(work.warmup, row.settling_steps)
     vary = work.fewest_microbatches is not None
     first = numbered_step(row, clock, -1)
-    # cuBLAS has read it. Some releases of torch read it again at each product, by a regular expression that
-    # takes 33 microseconds on a CPU: W5's host needed 469 to 494 ms with it and 346 to 379 without
-    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
     settling = [numbered_step(row, clock, -2 - number) for number in range(warmup)]
     if request.warmup is None:
         settling += _settle(row, clock, -2 - warmup)

@@ -17,11 +17,9 @@ from typing import Any
 
 import torch
 
-from bench.measure import Clock, clear_gradients, run_step
+from bench.measure import CUBLAS_WORKSPACE, Clock, clear_gradients, run_step
 from bench.rows import Row
 
-CUBLAS_WORKSPACE = ":4096:8"
-"""What cuBLAS wants for deterministic results; on Hopper it is torch's default size as well."""
 _CHUNK = 1 << 22
 _SAMPLE = 2048
 # 0x9E3779B97F4A7C15 as a signed word: an odd multiplier spreads positions over all bits
@@ -45,8 +43,8 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """torch's deterministic algorithms, without filling fresh memory."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
+    """torch's deterministic algorithms, without filling fresh memory. cuBLAS's setting ends with it."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
     settings: Any = torch.utils.deterministic
     before, fill = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
@@ -54,6 +52,7 @@ def deterministic() -> Iterator[None]:
     try:
         yield
     finally:
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)  # [The setting that costs host time], measure.py
         torch.use_deterministic_algorithms(before)
         settings.fill_uninitialized_memory = fill
 

@@ -239,6 +239,8 @@ def _torchao(model: nn.Module, **options: Any) -> Made:
 
 
 def _megatron(model: nn.Module) -> Made:
+    """As get_megatron_optimizer() makes it for --optimizer-cpu-offload with the overlap of copies: torch's
+    fused AdamW on the host, float32 masters."""
     try:
         from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     except ImportError as error:
@@ -250,6 +252,8 @@ def _megatron(model: nn.Module) -> Made:
         cpu_optimizer_cls=torch.optim.AdamW,
         gpu_optimizer_cls=torch.optim.AdamW,
         overlap_cpu_optimizer_d2h_h2d=True,
+        param_update_in_fp32=True,
+        fused=True,
         **ADAMW,
     )
     return Made(optimizer, construct_s=time.perf_counter() - began)

@@ -45,9 +45,10 @@ class TrlRow(Row):
         # measured on W1: 36.3 GB pinned for 33.0 GB of distinct storages
         self._skip_if_pinned_exceeds(1.1 * self._live_saved_bytes(), "all saved tensors")
         microbatches = sorted({microbatch for _, _, microbatch in context.workload.actions})
-        self._contexts = {microbatch: module.OffloadActivations() for microbatch in microbatches}
-        for one in self._contexts.values():
-            one.update_model_params(context.stack)
+        self._contexts = {
+            microbatch: module.get_act_offloading_ctx_manager(context.stack, warn_if_no_head=False)
+            for microbatch in microbatches
+        }
         self._whole_step = len(microbatches) == 1
         self._stack = ExitStack()
         self.notes = {

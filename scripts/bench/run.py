@@ -104,15 +104,13 @@ def outcome(about: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) 
     return result
 
 
-def run_shown(
-    command: Sequence[str], *, what: str, timeout: float, env: Mapping[str, str]
-) -> subprocess.CompletedProcess[str]:
+def run_shown(command: Sequence[str], *, what: str, timeout: float) -> subprocess.CompletedProcess[str]:
     """Run a command as subprocess.run() does with all output captured, beside a bar on a terminal. Raises
     subprocess.TimeoutExpired; the process is killed then."""
     pipe, ends = subprocess.PIPE, time.monotonic() + timeout
     with (
         tqdm(desc=what, bar_format="{desc}: {elapsed}", leave=False, disable=None) as bar,
-        subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env) as process,
+        subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process,
     ):
         try:
             while True:
@@ -138,12 +136,10 @@ def outcome_of_process(
     (folder / "request.pickle").write_bytes(pickle.dumps(request))
     answer = folder / "result.json"
     answer.unlink(missing_ok=True)
-    # cuBLAS reads this once, when a process first uses it: the rows that compare gradients need it
-    environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
     command = [*(launcher or [sys.executable]), str(script), "--child", str(folder)]
     what = getattr(request, "label", "") or type(request).__name__
     try:
-        ended = run_shown(command, what=what, timeout=timeout_s, env=environment)
+        ended = run_shown(command, what=what, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         return {"status": "failed", "reason": f"took longer than --row-timeout-s {timeout_s:.0f}"}
     last = (ended.stderr.strip().splitlines() or ["no output"])[-1]

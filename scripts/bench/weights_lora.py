@@ -1,5 +1,6 @@
 """Work `lora` of bench_weights.py: adapters on frozen blocks, every block checkpointed. Rows are `nothing`,
-what `weights=` is given, and peers: `trainstream` and `fsdp2` (its CPUOffloadPolicy).
+what `weights=` is given, and peers: `trainstream`, or `trainstream:0.5` with that fraction of its blocks
+paged, and `fsdp2` (its CPUOffloadPolicy).
 
 One invariant: a peer is imported when its row starts, and driven through its public interface.
 """
@@ -29,26 +30,27 @@ def imported(name: str) -> Any:
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
 
 
-def _trainstream(model: Model, device: torch.device) -> torch.optim.Optimizer:
-    """Every block paged; activations are checkpointed by the model, so none leaves."""
+def _trainstream(model: Model, device: torch.device, fraction: str) -> torch.optim.Optimizer:
+    """As its README has a model that is larger than the GPU: on the CPU, wrapped once. Without param_offload
+    it would find that all fits; without quantize="none" it may change weights. The blocks' inputs, which the
+    checkpoints keep, stay on the device, as in the other rows."""
+    paged = float(fraction) if fraction else True
     wrapped: Any = imported("trainstream").wrap(
         model,
         _optimizer(model),
-        device=device,
-        blocks=list(model.layers),
-        param_offload=True,
+        device="cuda",
+        param_offload=paged,
         activation_offload=False,
         quantize="none",
-        offload=True,
     )
     found: torch.optim.Optimizer = wrapped[1]
     return found
 
 
-def _fsdp2(model: Model, device: torch.device) -> torch.optim.Optimizer:
+def _fsdp2(model: Model, device: torch.device, _: str) -> torch.optim.Optimizer:
     """One rank: a block is a shard of its own, on the host between uses."""
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -61,7 +63,7 @@ def _fsdp2(model: Model, device: torch.device) -> torch.optim.Optimizer:
     return _optimizer(model)
 
 
-_PEERS: dict[str, Callable[[Model, torch.device], torch.optim.Optimizer]] = {
+_PEERS: dict[str, Callable[[Model, torch.device, str], torch.optim.Optimizer]] = {
     "trainstream": _trainstream,
     "fsdp2": _fsdp2,
 }
@@ -74,12 +76,14 @@ def run_row(options: argparse.Namespace, quantize: str | None = None) -> dict[st
     shape, tokens = (TINY, 8) if options.tiny else (Shape(layers=options.layers), options.tokens)
     torch.manual_seed(0)
     rate = link_gb_s(device)
-    model = Model(shape, device=device, dtype=dtype)
+    inside = options.inside or options.row.startswith("trainstream")  # its better place, weights.py
+    model = Model(shape, inside=inside, device=device, dtype=dtype)
     handle = None
-    if options.row in _PEERS:
+    peer, _, argument = options.row.partition(":")
+    if peer in _PEERS:
         model = model.to("cpu")
         torch.cuda.empty_cache()
-        optimizer = _PEERS[options.row](model, device)
+        optimizer = _PEERS[peer](model, device, argument)
     else:
         if options.row == "nothing":
             if quantize is not None:

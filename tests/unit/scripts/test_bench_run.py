@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pickle
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,10 +14,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import bench.measure
 import bench.run
 import bench_optimizer
 import bench_stage
 from bench.child import RowRequest
+from bench.gradients import deterministic
 from bench.measure import Clock
 from bench.optim_child import OptimRequest
 from bench.rows import RowOptions
@@ -103,9 +106,16 @@ def test_each_script_answers_in_a_process_of_its_own(script: ModuleType, asked: 
 @pytest.mark.req("S3-92")
 def test_a_time_is_from_the_start_to_the_end() -> None:
     """A swapped pair of events gives a negative time, which passes every comparison that it should fail."""
-    host, device = Clock(torch.device("cpu")), Clock(torch.device("cuda"))
+    with patch.object(bench.measure, "read_cublas_setting"):  # wants a GPU
+        host, device = Clock(torch.device("cpu")), Clock(torch.device("cuda"))
     assert host.ms(1.0, 1.5) == 500.0
     at = {"start": 1.0, "end": 3.5}
     start, end = (SimpleNamespace(at=at[name]) for name in ("start", "end"))
     start.elapsed_time = lambda other: other.at - start.at
     assert device.ms(start, end) == 2.5
+
+
+def test_a_deterministic_step_leaves_no_setting_behind_that_timed_steps_pay_for() -> None:
+    with deterministic():
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
