@@ -66,7 +66,7 @@ setup(
     entry_points={"console_scripts": ["offload = offload.commands:main"]},
     zip_safe=False,  # a type checker reads py.typed from a folder
     install_requires=[
-        "torch>=2.11,<2.14",
+        "torch>=2.11",  # without an upper bound, which a release would outrun: offload/versions.py warns
         "jinja2",  # as torch; a report's page
         "numpy",
         "safetensors",  # only what reads weights of files imports it

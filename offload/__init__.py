@@ -18,7 +18,7 @@ Or by hand, around layers:
 
 from __future__ import annotations
 
-from offload import packages, process
+from offload import packages, process, versions
 from offload.apply import Applied as Applied
 from offload.apply import activations, apply
 from offload.compare import Compared as Compared
@@ -89,6 +89,7 @@ __version__ = "0.1.0"
 OffloadManager = PipelineOffloadManager
 process.manager_type = PipelineOffloadManager
 packages.install()
+versions.warn_if_untested()
 
 __all__ = [
     "FSDPGPUOptimizerWrapper",

@@ -1,12 +1,24 @@
 #!/usr/bin/env bash
 # Lint, types and tests, in an environment that it makes itself. Arguments go to pytest: scripts/test.sh -m
 # slow, scripts/test.sh -k groups.
+# --torch VERSION, or --torch newest, comes first: tests alone, with that torch, in an environment of its own.
+# Where nothing follows, those that depend on torch's insides: half of the whole run.
 # One invariant: the exit status is 0 only if all of them passed; the last line of a good run is pytest's
 # summary.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh
-prepare_python
+
+torch=
+insides=(
+    tests/unit/{checkpoint,saved,pipelining,compile}
+)
+if [ "${1:-}" = --torch ]; then
+    torch=${2:?--torch needs a version, such as 2.15.0, or newest}
+    shift 2
+    if [ $# -eq 0 ]; then set -- "${insides[@]}"; fi
+fi
+prepare_python "$torch"
 
 failed=()
 check() { # name, module, arguments of the module
@@ -24,8 +36,10 @@ check() { # name, module, arguments of the module
 # package. A variable that forbids it, as images of containers set, holds for the tests themselves.
 env -u PYTHONDONTWRITEBYTECODE "$python" -m pytest --collect-only -qq -p no:cacheprovider >/dev/null 2>&1 &
 compiling=$!
-check lint ruff check .
-check types mypy
+if [ -z "$torch" ]; then
+    check lint ruff check .
+    check types mypy
+fi
 # Each worker begins with a part of its own, so that tests that share a fixture that starts ranks stay
 # together, and takes from the other at the end.
 workers=()

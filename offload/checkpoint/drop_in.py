@@ -14,15 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import cache
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from offload.checkpoint.hidden_states import HIDDEN_STATES, InputGroup
+from offload.errors import OffloadError
 from offload.saved.chunk import SavedChunk
+from offload.saved.hooks import admits_hooks, as_it_is
 from offload.telemetry.speaker import speaker
 from offload.transfer.block import DeviceBlock
 
@@ -31,6 +38,8 @@ __all__ = ["Manager", "check_model", "is_patched", "patch", "patched", "unpatch"
 logger = speaker(__name__)
 
 _FUNCTION, _GENERATOR = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
+if hasattr(torch_checkpoint, f"{_GENERATOR}_impl"):  # since torch 2.14, whose former one calls it
+    _GENERATOR += "_impl"
 
 
 class _Chunk(Protocol):
@@ -67,13 +76,50 @@ def is_patched() -> bool:
 
 def patch(manager: Callable[[], Manager]) -> None:
     """From now on the input of every checkpoint leaves. manager: asked at each. Called again, it does
-    nothing."""
+    nothing. Raises OffloadError, at its first call, where this torch saves the inputs elsewhere."""
     if _replaced:
         return
+    if admits_hooks():
+        _check_torch()
+    _replace(manager)
+
+
+def _replace(manager: Callable[[], Manager]) -> None:
     for name, wrap in ((_FUNCTION, _function), (_GENERATOR, _generator)):
         original = getattr(torch_checkpoint, name)
         _replaced[name] = original, wrap(original, manager)
         setattr(torch_checkpoint, name, _replaced[name][1])
+
+
+@cache
+def _check_torch() -> None:
+    """Once a process, run a checkpoint of each variant, and see whether autograd saves its input while the
+    group is open. torch 2.14 moved the place: what replaced the former one was there, and nobody called
+    it."""
+    is_open: list[torch.Tensor] = []
+    saved: list[torch.Tensor] = []
+    group = SimpleNamespace(open=is_open.extend, send=is_open.clear, close=id)
+    asked = SimpleNamespace(active_handler=lambda: None, needs_chunk=bool, input_group=lambda *_, **__: group)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.extend(is_open)
+        return tensor
+
+    _replace(cast("Callable[[], Manager]", lambda: asked))
+    try:
+        for reentrant in (True, False):
+            saved.clear()
+            with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(pack, as_it_is):
+                x = torch.zeros(1, device="cpu", requires_grad=True)
+                checkpoint(torch.neg, x, use_reentrant=reentrant, preserve_rng_state=False)
+            if not saved:
+                raise OffloadError(
+                    f"torch {torch.__version__} saves the input of a {'' if reentrant else 'non-'}reentrant "
+                    "checkpoint elsewhere, and hidden_states_offload() would move nothing: take "
+                    "offload.apply(model, mode='hidden_states'), an older torch or a newer offload"
+                )
+    finally:
+        unpatch()
 
 
 def unpatch() -> None:
@@ -126,14 +172,11 @@ def check_model(model: nn.Module) -> None:
 
 
 # -- one checkpoint ------------------------------------------------------------------------------------------
-def _opened(manager: Manager, arguments: tuple[Any, ...], alone: bool = True) -> InputGroup | None:
-    """The group of a checkpoint's input; None where autograd saves nothing. alone: as `input_group`."""
-    tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
-    if not torch.is_grad_enabled():
-        return None
+def _opened(manager: Manager, arguments: tuple[Any, ...], alone: bool = True) -> InputGroup:
+    """The group of a checkpoint's input. alone: as `input_group`."""
     _announce(manager)
     group = manager.input_group(HIDDEN_STATES, alone=alone)
-    group.open(tensors)
+    group.open([argument for argument in arguments if isinstance(argument, torch.Tensor)])
     return group
 
 
@@ -160,12 +203,10 @@ def _function(original: Any, manager: Callable[[], Manager]) -> type:
     class CheckpointFunction(original):  # type: ignore[misc]
         @classmethod
         def apply(cls, run: Any, preserve_rng_state: Any, *arguments: Any) -> Any:
-            group = None
-            if any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in arguments):
-                group = _opened(manager(), arguments)
-            if group is None:
+            trains = (isinstance(argument, torch.Tensor) and argument.requires_grad for argument in arguments)
+            if not (torch.is_grad_enabled() and any(trains)):
                 return original.apply(run, preserve_rng_state, *arguments)
-            output = None
+            group, output = _opened(manager(), arguments), None
             try:
                 output = original.apply(run, preserve_rng_state, *arguments)
             finally:
@@ -179,14 +220,19 @@ def _function(original: Any, manager: Callable[[], Manager]) -> type:
 def _generator(original: Any, manager: Callable[[], Manager]) -> Callable[..., Generator[None, None, None]]:
     """In place of what runs before and after the function of a non-reentrant checkpoint."""
 
-    def checkpoint(*arguments: Any, **keywords: Any) -> Generator[None, None, None]:
+    parameters = signature(original)
+
+    def around(*arguments: Any, **keywords: Any) -> Generator[None, None, None]:
         run = original(*arguments, **keywords)
-        # first come the function, whether to preserve random states, context_fn, and three settings
-        group = _opened(manager(), arguments[6:], arguments[2] is torch_checkpoint.noop_context_fn)
+        if not torch.is_grad_enabled():
+            yield from run
+            return
+        given = parameters.bind(*arguments, **keywords).arguments
+        alone = given.get("context_fn", noop_context_fn) is noop_context_fn
+        group = _opened(manager(), given.get("args", ()), alone)
         try:
             next(run)
-            if group is not None:
-                group.send()
+            group.send()
             try:
                 yield
             except BaseException as error:
@@ -194,8 +240,7 @@ def _generator(original: Any, manager: Callable[[], Manager]) -> Callable[..., G
                 raise
             next(run, None)
         finally:
-            if group is not None:
-                group.send()
-                group.close(None)
+            group.send()
+            group.close(None)
 
-    return checkpoint
+    return around

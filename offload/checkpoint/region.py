@@ -34,6 +34,7 @@ from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
 from offload.checkpoint.net import Sample, telling
 from offload.checkpoint.surroundings import Surroundings
 from offload.saved.hooks import Pair, as_it_is, pair_without_users, users_pair
+from offload.versions import queue_callback
 
 __all__ = ["Contexts", "Region"]
 
@@ -43,7 +44,6 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _sequence_nr = torch._C._autograd._get_sequence_nr
 _graph_task = torch._C._current_graph_task_id
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 _exec_group = torch._C._get_graph_exec_group
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -204,7 +204,7 @@ class Region:
         if made is None:  # also where a node of a graph that is retained reads it once more
             self._compute_again(task)
             if is_backward and task not in self._tasks:  # of some saves nothing may be read in this backward
-                _queue_callback(partial(_let_go_of, weakref.ref(self), task))
+                queue_callback(partial(_let_go_of, weakref.ref(self), task))
             self._tasks.add(task)
             made = save.take(task, leave=leave)
         if task == _NO_TASK:  # the next read outside of a backward is one by itself

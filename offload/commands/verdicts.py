@@ -17,12 +17,11 @@ from offload.commands.gpus import Gpu
 from offload.commands.machine import UNLIMITED, Host
 from offload.policy.actions import Rates
 from offload.sizes import bytes_text
+from offload.versions import untested
 
 __all__ = ["Line", "diagnose"]
 
 _GB = 1e9
-_TORCHES = ((2, 11), (2, 13))
-"""The first and the last one that tests run with, as in setup.py."""
 _LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """Of a PCIe lane each way, by generation, after its encoding."""
 _LINK_SHARE = 0.7
@@ -79,11 +78,8 @@ def _versions(host: Host) -> Line:
         "python": platform.python_version(),
         "kernel": platform.release(),
     }
-    major, minor = map(int, torch.__version__.split(".")[:2])
-    tested = _TORCHES[0] <= (major, minor) <= _TORCHES[1]
-    setting = "" if tested else "torch 2.11 to 2.13 are tested: pip install 'torch>=2.11,<2.14'"
     figure = ", ".join(f"{name} {version}" for name, version in values.items() if version)
-    return _line("versions", figure, tested, setting, **values)
+    return _line("versions", figure, not untested(), untested(), **values)
 
 
 def _gpus(gpus: Sequence[Gpu], host: Host, why_none: tuple[str, str]) -> Iterator[Line]:

@@ -32,6 +32,7 @@ from offload.saved.chunk import SavedChunk
 from offload.saved.handles import Handle
 from offload.transfer.block import DeviceBlock
 from offload.transfer.coming import ComingReads
+from offload.versions import queue_callback
 
 __all__ = ["ChunkTracker"]
 
@@ -231,7 +232,7 @@ class ChunkTracker:
             if action is not None:
                 self._clock.start(action)
                 if action.kind == "B":
-                    torch.autograd.Variable._execution_engine.queue_callback(partial(self._time_ends, action))
+                    queue_callback(partial(self._time_ends, action))
 
     def _time_ends(self, action: Action) -> None:
         if self._inferred == action:

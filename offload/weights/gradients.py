@@ -56,6 +56,7 @@ from offload.params.home import has_own_storage
 from offload.params.sections import check_budget
 from offload.telemetry.records import ClientStats
 from offload.telemetry.speaker import Once, speaker
+from offload.versions import queue_callback
 from offload.weights.figures import GradientFigures
 from offload.weights.gradient import Gradient, may_leave
 from offload.weights.order import Order, Pass, Use
@@ -262,7 +263,7 @@ class GradientStream(Client):
 
     def _at_end(self, task: int, *, last: bool) -> Callable[[], object]:
         call = partial(weakly(self._backward_ends), task, last)
-        torch.autograd.Variable._execution_engine.queue_callback(call)
+        queue_callback(call)
         return weakref.ref(call)
 
     def _backward_ends(self, task: int, last: bool = True) -> None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # A part imports itself and the parts of lower levels; parts of one level do not import each other.
 LEVELS: list[set[str]] = [
-    {"ids", "errors", "config", "sizes", "described", "packages"},
+    {"ids", "errors", "config", "sizes", "described", "packages", "versions"},
     {"device"},
     {"memory"},
     {"disk"},

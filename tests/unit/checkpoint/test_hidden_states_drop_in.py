@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import PipelineOffloadManager, init_chunk_handler, step_end
+from offload.checkpoint import drop_in
 from offload.compat.hidden_states import hidden_states_offload
 from offload.transfer.block import BlockState
 from tests.unit.checkpoint.recomputed import (
@@ -32,7 +33,7 @@ from tests.unit.groups.stack import build_manager, installed
 
 Manager = PipelineOffloadManager
 ORIGINAL = torch_checkpoint.CheckpointFunction
-GENERATOR = torch_checkpoint._checkpoint_without_reentrant_generator
+GENERATOR = getattr(torch_checkpoint, drop_in._GENERATOR)
 VARIANTS = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 
 
@@ -329,6 +330,36 @@ def test_a_second_backward_raises_or_works_as_torchs_own(manager: Manager) -> No
 
 
 # -- the patch itself ----------------------------------------------------------------------------------------
+@VARIANTS
+def test_a_torch_whose_checkpoints_save_elsewhere_is_an_error_and_stays_as_it_is(
+    reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 2.14 on `checkpoint` called another generator: the replaced one was still there, nobody asked it,
+    and nothing left. Here it calls what the drop-in does not know."""
+    name = "_FUNCTION" if reentrant else "_GENERATOR"
+    known = getattr(drop_in, name)
+    former = getattr(torch_checkpoint, known)
+    monkeypatch.setattr(torch_checkpoint, "former", former, raising=False)
+    monkeypatch.setattr(drop_in, name, "former")
+    drop_in._check_torch.cache_clear()
+    said = f"saves the input of a {'' if reentrant else 'non-'}reentrant checkpoint elsewhere"
+    for _ in range(2):
+        with pytest.raises(offload.OffloadError, match=said), hidden_states_offload():
+            raise AssertionError("not reached")
+    assert torch_checkpoint.CheckpointFunction is ORIGINAL
+    assert not drop_in.is_patched()
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_the_check_of_torch_runs_once_and_moves_nothing(around: Any, manager: Manager) -> None:
+    drop_in._check_torch.cache_clear()
+    states = torch.get_rng_state()
+    with around(), hidden_states_offload():
+        assert manager.cur_forward_chunk() is None
+    assert drop_in._check_torch.cache_info().currsize == 1
+    assert torch.equal(states, torch.get_rng_state())
+
+
 @pytest.mark.req("S4-11")
 def test_patching_twice_is_safe_and_unpatching_gives_back_the_very_original() -> None:
     offload.patch_hidden_states_offload()
@@ -339,7 +370,7 @@ def test_patching_twice_is_safe_and_unpatching_gives_back_the_very_original() ->
     for _ in range(2):
         offload.unpatch_hidden_states_offload()
         assert torch_checkpoint.CheckpointFunction is ORIGINAL
-        assert torch_checkpoint._checkpoint_without_reentrant_generator is GENERATOR
+        assert getattr(torch_checkpoint, drop_in._GENERATOR) is GENERATOR
 
 
 @pytest.mark.req("S4-48")
@@ -373,7 +404,7 @@ def test_a_patch_of_somebody_else_on_top_is_left_alone_which_is_said(
     monkeypatch.setattr(torch_checkpoint, "CheckpointFunction", Theirs)
     offload.unpatch_hidden_states_offload()
     assert torch_checkpoint.CheckpointFunction is Theirs
-    assert torch_checkpoint._checkpoint_without_reentrant_generator is GENERATOR
+    assert getattr(torch_checkpoint, drop_in._GENERATOR) is GENERATOR
     assert "CheckpointFunction was replaced by somebody else" in caplog.text
     torch_checkpoint.CheckpointFunction = ORIGINAL  # type: ignore[misc]
     monkeypatch.undo()
