@@ -96,10 +96,12 @@ def _build_environment(folder: Path, wheel: Path, more: tuple[str, ...]) -> Path
     target = Path(run_in(python, folder, "-c", "import site; print(site.getsitepackages()[0])").strip())
     for name in _with_requirements([*_requirements(wheel), *more]):
         _link(metadata.distribution(name), target)
-    # --no-index: what is missing is an error, and not downloaded
+    # --no-index and no configuration: what is missing is an error. From a folder that find-links named pip
+    # once took another torch, and wrote it through the links over the installed one
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
     # without PYTHONPATH, by which pip finds the metadata of an editable install and leaves the wheel out
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
+    environment = kept | {"PIP_CONFIG_FILE": os.devnull}
     subprocess.run(
         [*pip, "install", "--quiet", "--no-compile", "--no-index", str(wheel)], env=environment, check=True
     )
