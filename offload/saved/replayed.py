@@ -8,7 +8,7 @@ needed. A record that released it and then found it alive would read the bytes o
 
 torch tells nobody which memory that is. Its tree of graphs is asked once for each node, when a tensor is
 first saved after the node ran: addresses of a graph's outputs stay the graph's as long as the tree lives.
-Source: torch/_inductor/cudagraph_trees.py, the same in 2.11 and 2.13.
+Source: torch/_inductor/cudagraph_trees.py, in what is asked the same from 2.11 to 2.15.
 """
 
 from __future__ import annotations

@@ -115,17 +115,21 @@ def _requirements(wheel: Path) -> list[str]:
 
 
 def _with_requirements(texts: Iterable[str]) -> set[str]:
-    """Names of these distributions and of all that they require without an extra."""
-    found: set[str] = set()
-    ahead = [*texts]
+    """Names of these distributions and of all that they require, with the extras that one asks another
+    for."""
+    found: set[tuple[str, frozenset[str]]] = set()
+    ahead = [(text, frozenset({""})) for text in texts]
     while ahead:
-        requirement = Requirement(ahead.pop())
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        text, asked = ahead.pop()
+        requirement = Requirement(text)
+        marker = requirement.marker
+        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in asked):
             continue
-        if requirement.name not in found:
-            found.add(requirement.name)
-            ahead += metadata.requires(requirement.name) or ()
-    return found
+        extras = frozenset({"", *requirement.extras})
+        if (requirement.name, extras) not in found:
+            found.add((requirement.name, extras))
+            ahead += [(each, extras) for each in metadata.requires(requirement.name) or ()]
+    return {name for name, _ in found}
 
 
 def _link(distribution: metadata.Distribution, target: Path) -> None:

@@ -11,6 +11,7 @@ import gc
 import importlib
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,8 +34,9 @@ class _Manager:
 
     def run(self, *outputs: Tensor) -> None:
         """A graph has run after the current one, and these are its outputs."""
+        function = SimpleNamespace(user_visible_output_idxs=())  # which torch asks since 2.14
         self.current_node = trees.CUDAWarmupNode(
-            None, self.current_node, (0, 0), None, 0, None, None, False, 0
+            function, self.current_node, (0, 0), None, 0, None, None, False, 0
         )
         self.current_node.outputs_weakrefs.extend(
             [*(trees.StorageWeakRefWrapper(output) for output in outputs), None]
