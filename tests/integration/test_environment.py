@@ -75,7 +75,7 @@ def test_without_a_network_the_last_line_says_what_to_set(checkout: Path) -> Non
 def test_a_torch_that_is_asked_for_has_an_environment_of_its_own_and_no_constraint_of_pips_configuration(
     checkout: Path,
 ) -> None:
-    """`constraint = ...` in a configuration file held torch back; an empty PIP_CONSTRAINT does not lift it."""
+    """`constraint = ...` in a configuration file held torch back. An empty PIP_CONSTRAINT lifts nothing."""
     written(
         checkout / ".venv-9.8.7/bin/python",
         '[ "$2" = pip ] || exec ' + sys.executable + ' "$@"\n'

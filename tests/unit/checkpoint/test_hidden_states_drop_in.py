@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload import PipelineOffloadManager, init_chunk_handler, step_end
+from offload import PipelineOffloadManager, group_commit, group_start, init_chunk_handler, step_end
 from offload.checkpoint import drop_in
 from offload.compat.hidden_states import hidden_states_offload
 from offload.transfer.block import BlockState
@@ -327,6 +329,35 @@ def test_a_second_backward_raises_or_works_as_torchs_own(manager: Manager) -> No
     with hidden_states_offload():
         assert_bits(expected, run(model))
     step_end()
+
+
+@pytest.mark.skipif(torch.__version__ < "2.14", reason="torch's selective checkpoints show hooks nothing")
+@pytest.mark.parametrize("in_group", [False, True])
+def test_what_torchs_selective_checkpoint_keeps_leaves_with_the_group_around_it_if_it_is_asked_to(
+    manager: Manager, in_group: bool
+) -> None:
+    """And the drop-in takes its input alone, as ever."""
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        first, x = nn.Linear(ROWS, ROWS), torch.rand(ROWS, ROWS, requires_grad=True)
+        init_chunk_handler()
+        y = group_start(x, "block", hooks=in_group) * 1.0
+        asked = {"context_fn": contexts, "respect_saved_tensors_hooks": True}
+        y = checkpoint(lambda y: first(y).sin().cos(), y, use_reentrant=False, **asked)
+        group_commit(y, "block").square().sum().backward()
+        assert x.grad is not None
+        return [x.grad, *(weight.grad for weight in first.parameters() if weight.grad is not None)]
+
+    contexts = partial(torch_checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
+    expected = run()
+    step_end()
+    with nullcontext() if in_group else hidden_states_offload():
+        found = run()
+    assert_bits(expected, found)
+    stats = step_end()
+    assert stats is not None
+    assert stats.saved == 1 + in_group  # its input, and what it keeps
 
 
 # -- the patch itself ----------------------------------------------------------------------------------------
