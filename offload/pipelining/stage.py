@@ -5,12 +5,13 @@ the only code that knows it, and is never guessed from the order of calls. One i
 its `end_*`, also when the chunk raised, and nothing is announced when no backward will come
 (`schedule.eval()`).
 
-Around that, four repairs of torch's stage, all of them about bytes or about evaluation:
+Around that, four repairs of torch's stage, all of them about bytes or about evaluation. What differs between
+versions of torch is in `versions.py`:
 
 * Shapes are given, so that no hidden forward runs to find them (torch would run one in the first step and at
   each switch to evaluation).
 * Receive buffers exist only between their receive and the last backward that can need them; torch keeps one a
-  microbatch for ever.
+  microbatch for ever, and from 2.15 on until the weight half of a split backward or the end of an evaluation.
 * `schedule.eval()` works on the V-shaped schedules, keeps no autograd graph, and does not divide the
   gradients that are already there.
 * Two neighbouring stages on one rank are not connected with a message to oneself.
@@ -18,24 +19,23 @@ Around that, four repairs of torch's stage, all of them about bytes or about eva
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import EllipsisType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
-from offload.errors import OffloadError
 from offload.pipelining.announcing import Announcements, Announcer
 from offload.pipelining.order import actions_of
+from offload.pipelining.versions import AdaptedStage
 
 __all__ = ["Announcer", "OffloadPipelineStage"]
 
 
-class OffloadPipelineStage(PipelineStage):
+class OffloadPipelineStage(AdaptedStage):
     """A `PipelineStage` that announces each chunk.
 
     announcer: left out, the manager of this process, as soon as `offload.apply` or `offload.configure` has
@@ -61,15 +61,9 @@ class OffloadPipelineStage(PipelineStage):
         dw_builder: Callable[[], Callable[..., None]] | None = None,
     ) -> None:
         _check_differentiable(stage_index, num_stages, input_args, output_args)
+        shapes: dict[str, Any] = {"input_args": input_args, "output_args": output_args}
         super().__init__(
-            submodule,
-            stage_index,
-            num_stages,
-            device,
-            input_args=input_args,
-            output_args=output_args,
-            group=group,
-            dw_builder=dw_builder,
+            submodule, stage_index, num_stages, device, group=group, dw_builder=dw_builder, **shapes
         )
         self._announcements = Announcements(announcer, submodule, stage_index)
 
@@ -108,17 +102,12 @@ class OffloadPipelineStage(PipelineStage):
     ) -> Any:
         """Run the forward of one microbatch; under `schedule.eval()` without a graph, since nothing could
         ever release it."""
-        if not self.has_backward:
-            with torch.no_grad():
-                output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
-            self._release(self.args_recv_info[fwd_chunk_id])
-            sent, _inputs = self.fwd_cache[fwd_chunk_id]
-            self.fwd_cache[fwd_chunk_id] = (sent, [])
-            return output
-        for info in _received(self.args_recv_info[fwd_chunk_id]):
-            info.buffer.requires_grad_(info.buffer.is_floating_point())
-        with self._announced_forward(fwd_chunk_id):
+        if self.has_backward:
             return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        with torch.no_grad():
+            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        self.forget_inputs(fwd_chunk_id)
+        return output
 
     def backward_one_chunk(
         self,
@@ -131,15 +120,12 @@ class OffloadPipelineStage(PipelineStage):
         if not self.has_backward:
             return
         with self._announced_backward(bwd_chunk_id, "B" if full_backward else "I"):
-            super().backward_one_chunk(
-                bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
-            )
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None and not loss._is_view():
             # the schedule keeps it to the step's end, and with it would keep the graph and the stage's input
             loss.detach_()
         if full_backward:
-            self._release(self.args_recv_info[bwd_chunk_id])
-            self._release(self.grad_recv_info[bwd_chunk_id])
+            self.release_received(bwd_chunk_id)
         elif not self.is_first:
             self._release_after_input_half(bwd_chunk_id)
 
@@ -151,98 +137,36 @@ class OffloadPipelineStage(PipelineStage):
         """
         if not self.has_backward:
             return
-        with self._announced_backward(bwd_chunk_id, "W"), self._lost_nodes_named():
+        with self._announced_backward(bwd_chunk_id, "W"):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
-        self._release(self.args_recv_info[bwd_chunk_id])
-        self._release(self.grad_recv_info[bwd_chunk_id])
+        self.release_received(bwd_chunk_id)
 
-    @contextmanager
-    def _lost_nodes_named(self) -> Iterator[None]:
-        """torch 2.11 and 2.12 hold the nodes of autograd.Functions by Python objects, which own nothing."""
-        try:
-            yield
-        except RuntimeError as error:
-            if "_input_metadata" not in str(error):
-                raise
-            raise OffloadError(
-                f"stage {self.stage_index} of {self.num_stages}: torch {torch.__version__} has lost an "
-                "autograd.Function between the halves of a split backward; update to torch 2.13, or take a "
-                "schedule of whole backwards, such as 1F1B"
-            ) from error
+    def announced_forward(self, microbatch: int) -> AbstractContextManager[None]:
+        """Around a forward; nobody is told of an evaluation."""
+        found = self._announcements.announcer_of_forward() if self.has_backward else None
+        chunk = self.stage_index, microbatch
+        return nullcontext() if found is None else _between(found.begin_chunk, found.end_forward, *chunk)
 
-    @contextmanager
-    def _announced_forward(self, microbatch: int) -> Iterator[None]:
-        announcer = self._announcements.announcer_of_forward()
-        if announcer is None:
-            yield
-            return
-        announcer.begin_chunk(self.stage_index, microbatch)
-        try:
-            yield
-        finally:
-            announcer.end_forward(self.stage_index, microbatch)
+    def _announced_backward(self, microbatch: int, kind: str) -> AbstractContextManager[None]:
+        found, chunk = self.announcer, (self.stage_index, microbatch, kind)
+        return nullcontext() if found is None else _between(found.begin_backward, found.end_backward, *chunk)
 
-    @contextmanager
-    def _announced_backward(self, microbatch: int, kind: str) -> Iterator[None]:
-        announcer = self.announcer
-        if announcer is None:
-            yield
-            return
-        announcer.begin_backward(self.stage_index, microbatch, kind)
-        try:
-            yield
-        finally:
-            announcer.end_backward(self.stage_index, microbatch, kind)
-
-    # ---- receive buffers: meta tensors until they are received into, and again when they are dead ----
-
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        # torch 2.13 votes on it over all ranks; 2.11 asks only this stage
-        mode = getattr(self, "_inference_mode", None)
-        if mode is not None and mode.name != "STATIC":
-            raise ValueError(
-                f"stage {self.stage_index} of {self.num_stages} would run a hidden forward, since some stage "
-                "was given no shapes; "
-                "build every stage as OffloadPipelineStage"
-            )
-        with self._buffers_on_meta():
-            return super()._prepare_forward_infra(*args, **kwargs)
-
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._buffers_on_meta():
-            return super()._prepare_backward_infra(*args, **kwargs)
-
-    @contextmanager
-    def _buffers_on_meta(self) -> Iterator[None]:
-        """torch makes a buffer for every microbatch at once; made on meta they hold a shape and no bytes."""
-        device, self.device = self.device, torch.device("meta")
-        try:
-            yield
-        finally:
-            self.device = device
+    # ---- receive buffers ----
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receives of one microbatch's input, into buffers that are allocated now."""
-        self._allocate(self.args_recv_info[fwd_chunk_id])
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        """The receives of one microbatch's input."""
+        return self._told(super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receives of one microbatch's output gradient, into buffers that are allocated now."""
-        if self.has_backward and not self.is_last:
-            self._allocate(self.grad_recv_info[bwd_chunk_id])
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+        """The receives of one microbatch's output gradient."""
+        return self._told(super().get_bwd_recv_ops(bwd_chunk_id))
 
-    def _allocate(self, infos: Sequence[Any]) -> None:
-        for info in _received(infos):
-            if info.buffer.is_meta:
-                info.buffer = torch.empty_like(info.buffer, device=self.device, requires_grad=False)
-                if self.announcer is not None and self.has_backward:
-                    self.announcer.register_external(info.buffer)
-
-    def _release(self, infos: Sequence[Any]) -> None:
-        for info in _received(infos):
-            if not info.buffer.is_meta:
-                info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
+    def _told(self, receives: list[dist.P2POp]) -> list[dist.P2POp]:
+        announcer = self.announcer
+        if announcer is not None and self.has_backward:
+            for op in receives:
+                announcer.register_external(op.tensor)
+        return receives
 
     def _release_after_input_half(self, microbatch: int) -> None:
         """Between the halves only the graph is needed: the weight half reads neither the stage's input nor
@@ -250,8 +174,7 @@ class OffloadPipelineStage(PipelineStage):
 
         Not so on stage 0, whose weight half is a whole backward.
         """
-        self._release(self.args_recv_info[microbatch])
-        self._release(self.grad_recv_info[microbatch])
+        self.release_received(microbatch)
         if microbatch in self.backward_state:
             _inputs, param_groups, outputs, _grads = self.backward_state[microbatch]
             self.backward_state[microbatch] = ([], param_groups, outputs, None)
@@ -259,11 +182,10 @@ class OffloadPipelineStage(PipelineStage):
     def clear_runtime_states(self) -> None:
         """Start a step with nothing left over, also when the last one raised in its middle."""
         super().clear_runtime_states()
-        for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
-            self._release(infos)
-        self.bwd_cache.clear()
-        self.backward_state.clear()
-        self.dw_runner.clear()
+        for microbatch in self.args_recv_info:
+            self.release_received(microbatch)
+        for left_over in (self.bwd_cache, self.backward_state, self.dw_runner):
+            left_over.clear()
 
     # ---- evaluation, and neighbours on one rank ----
 
@@ -275,11 +197,8 @@ class OffloadPipelineStage(PipelineStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
         """Take the output gradients from the next stage on this rank; nothing in an evaluation, where torch
         would assert."""
-        if not self.has_backward:
-            return
-        if any(grad is None for grad in next_stage_bwd_outputs):
-            self._allocate(self.grad_recv_info[mb_index])  # torch fills the missing one with zeros
-        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients by the number of microbatches; an evaluation leaves them alone, which torch's
@@ -292,13 +211,14 @@ class OffloadPipelineStage(PipelineStage):
         if self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
 
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
-
-def _received(infos: Sequence[Any]) -> list[Any]:
-    """Those inputs of a stage that another stage makes; the model's own arguments have no buffer here."""
-    return [info for info in infos if getattr(info, "buffer", None) is not None]
+@contextmanager
+def _between(begin: Callable[..., None], end: Callable[..., None], *chunk: Any) -> Iterator[None]:
+    begin(*chunk)
+    try:
+        yield
+    finally:
+        end(*chunk)
 
 
 def _check_differentiable(

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import pipelining
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from offload.pipelining.order import actions_of, peak_chunks
@@ -88,3 +89,29 @@ def test_unknown_rank_and_unknown_schedule_are_errors_that_say_so() -> None:
         actions_of(of_stages("zbv", ranks=2, microbatches=4), 7)
     with pytest.raises(ValueError, match="SimpleNamespace has no list of actions"):
         actions_of(SimpleNamespace(), 0)
+
+
+@pytest.mark.skipif(
+    not hasattr(pipelining, "PipelineActivationLiveness"), reason="torch 2.15 analyzes schedules"
+)
+@pytest.mark.parametrize("name", [name for name, spec in SCHEDULES.items() if spec.placement != "one"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_rank_is_said_to_compute_keeps_alive_what_torchs_own_analysis_does(
+    name: str, rank: int
+) -> None:
+    """torch gives when each chunk begins and ends; what is between, the engine has from the list."""
+    schedule = of_stages(name, ranks=2, microbatches=4)
+    actions = actions_of(schedule, rank)
+    found = pipelining.analyze_pipeline_activation_liveness(
+        schedule,
+        pp_rank=rank,
+        stage_indices=sorted({action.stage for action in actions}),
+        granularity="stage_microbatch",
+    )
+    begins = [action.chunk for action in actions if action.kind == "F"]
+    ends = [action.chunk for action in actions if action.kind in "BW"]
+    lifetimes = {chunk: found.get_activation_lifetime(*chunk) for chunk in begins}
+    assert begins == sorted(begins, key=lambda chunk: lifetimes[chunk][0])
+    assert ends == sorted(ends, key=lambda chunk: lifetimes[chunk][1])
+    # a forward that overlaps a backward is one action to torch
+    assert found.num_slots - peak_chunks(actions) in ((0, 1) if name == "dualpipev" else (0,))

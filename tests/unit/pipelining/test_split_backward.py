@@ -115,6 +115,7 @@ def test_gradients_are_bitwise_those_without_offload_under_every_plan(
     assert followed[-1] is not None, "no plan was made from times"
 
 
+@pytest.mark.skipif(hasattr(PipelineStage, "register_forward_context"), reason="torch 2.15 loses none")
 def test_a_function_that_torch_lost_between_the_halves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch 2.11 and 2.12 do, which give no more than the name of an attribute."""
 

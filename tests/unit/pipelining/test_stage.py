@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -33,6 +34,8 @@ from offload.telemetry.speaker import Once
 from parallel.schedules import SCHEDULES, build_schedule
 
 WIDTH, MICROBATCHES = 4, 4
+BY_CONTEXT = hasattr(PipelineStage, "register_forward_context")
+"""torch 2.15 and later."""
 
 
 class Listener:
@@ -112,6 +115,19 @@ def run(schedule: Any, *, evaluate: bool = False) -> list[Tensor]:
     return losses
 
 
+def kept_forwards(stage: OffloadPipelineStage) -> list[tuple[Any, list[Tensor]]]:
+    """What torch keeps of each forward: its outputs, and its inputs."""
+    if BY_CONTEXT:
+        return [(each.live_outputs, each.input_values) for each in stage._forward_chunk_states.values()]
+    return list(stage.fwd_cache.values())
+
+
+def received_bytes(stage: OffloadPipelineStage) -> int:
+    infos = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
+    buffers = [getattr(info, "buffer", None) for each in infos for info in each]
+    return sum(buffer.nbytes for buffer in buffers if buffer is not None and not buffer.is_meta)
+
+
 def test_chunks_and_their_backwards_are_announced_and_ended() -> None:
     listener = Listener()
     schedule, _ = pipeline("gpipe", listener)
@@ -185,12 +201,10 @@ def test_evaluation_announces_nothing_keeps_no_graph_and_leaves_gradients_alone(
     assert listener.said == []
     assert all(torch.equal(left, right) for left, right in zip(before, after, strict=True))
     assert [loss.item() for loss in evaluated] == [loss.item() for loss in losses]
-    assert not any(
-        output.requires_grad
-        for stage in stages
-        for outputs, _ in stage.fwd_cache.values()
-        for output in outputs
-    )
+    kept = [each for stage in stages for each in kept_forwards(stage)]
+    assert kept
+    assert not any(output.requires_grad for outputs, _ in kept for output in outputs)
+    assert not any(inputs for _, inputs in kept)
     run(schedule)
     assert len(listener.said) >= 2 * MICROBATCHES
 
@@ -219,13 +233,60 @@ def test_leftovers_of_a_step_that_raised_are_dropped_by_the_next() -> None:
     stages[0].clear_runtime_states()
     stages[1].clear_runtime_states()
     for stage in stages:
-        assert not any((stage.fwd_cache, stage.bwd_cache, stage.backward_state, stage.dw_runner))
-        assert all(
-            info.buffer.is_meta
-            for infos in stage.args_recv_info.values()
-            for info in infos
-            if getattr(info, "buffer", None) is not None
-        )
+        assert not any((kept_forwards(stage), stage.bwd_cache, stage.backward_state, stage.dw_runner))
+        assert received_bytes(stage) == 0
+
+
+def test_a_step_has_nothing_of_one_that_raised_before_a_stage_came_to_read_what_it_was_handed() -> None:
+    """torch 2.15 refuses to hand over what was not read, as if a message were still on its way."""
+    schedule, stages = pipeline("loopedbfs", None)
+    forwards = []
+
+    def third(*_: Any) -> None:
+        forwards.append(1)
+        if len(forwards) == 3:
+            raise KeyError("broken layer")
+
+    handle = stages[0].submod.register_forward_pre_hook(third)
+    with pytest.raises(RuntimeError, match="failed to run forward"):
+        run(schedule)
+    handle.remove()
+    schedule._internal_losses.clear()  # torch keeps those of a step that raised
+    assert received_bytes(stages[1]) == 2 * WIDTH * 4
+    assert len(run(schedule)) == MICROBATCHES
+    assert received_bytes(stages[1]) == 0
+
+
+def test_a_stage_that_nobody_has_any_more_is_gone() -> None:
+    gone = weakref.ref(stage_of(layer(), 0, 1, None))
+    assert gone() is None
+
+
+@pytest.mark.skipif(not BY_CONTEXT, reason="torch 2.15 has contexts around forwards")
+def test_contexts_of_the_users_run_inside_the_announcement_and_each_takes_itself_out() -> None:
+    """torch has a place for one, in which the announcement is."""
+    listener = Listener()
+    schedule, (stage,) = pipeline("gpipe", listener)
+
+    def context(name: str) -> Any:
+        @contextmanager
+        def around(info: Any) -> Iterator[None]:
+            assert listener.running == [("F", info.stage_index, info.microbatch_index)]
+            listener.said.append(f"{name} begins")
+            yield
+            listener.said.append(f"{name} ends")
+
+        return around
+
+    first, second = (stage.register_forward_context(context(name)) for name in ("first", "second"))
+    run(schedule)
+    assert listener.said[:5] == ["0F0", "first begins", "second begins", "second ends", "first ends"]
+    assert listener.running == []
+    first.remove()
+    second.remove()
+    listener.said.clear()
+    run(schedule)
+    assert listener.said[:4] == ["0F0", "0F1", "0F2", "0F3"]
 
 
 def test_shapes_that_promise_no_gradient_are_refused() -> None:
@@ -242,7 +303,7 @@ def test_shapes_that_promise_no_gradient_are_refused() -> None:
 
 
 @pytest.mark.skipif(
-    not hasattr(PipelineStage, "_warmup_forward_vote"),
+    not (BY_CONTEXT or hasattr(PipelineStage, "_warmup_forward_vote")),
     reason="before torch 2.13 each stage decides for itself",
 )
 def test_hidden_forward_for_another_stage_without_shapes_is_refused() -> None:
