@@ -218,7 +218,7 @@ def test_an_example_of_several_ranks_names_its_launcher_where_there_is_none(name
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
 def test_an_example_runs_by_the_command_that_it_names(name: str, tmp_path: Path) -> None:
     text = (EXAMPLES / f"{name}.py").read_text()
-    (command,) = re.findall(r"^    ((?:python|torchrun) .*)$", text, re.M)
+    (command,) = re.findall(r"^(?:    )?((?:python|torchrun) .*)$", text, re.M)
     launcher = ["-m", "torch.distributed.run"] if command.startswith("torchrun") else []
     done = subprocess.run(
         [sys.executable, *launcher, *command.split()[1:-1], str(EXAMPLES / f"{name}.py")],

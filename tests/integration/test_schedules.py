@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional
 
 from offload import OffloadConfig, PipelineOffloadManager, apply, configure
@@ -54,6 +55,8 @@ class Recorder:
         self.open: list[tuple[str, int, int]] = []
         self.buffers: list[weakref.ref[Tensor]] = []
         self.most_buffers = 0
+        self.outputs: list[weakref.ref[Tensor]] = []
+        self.most_outputs = 0  # when a backward begins
 
     def _begin(self, kind: str, stage: int, microbatch: int) -> None:
         self.said.append((kind, stage, microbatch))
@@ -69,6 +72,7 @@ class Recorder:
 
     def begin_backward(self, stage: int, microbatch: int, kind: str) -> None:
         self._begin(kind, stage, microbatch)
+        self.most_outputs = max(self.most_outputs, sum(ref() is not None for ref in self.outputs))
         self.manager.begin_backward(stage, microbatch, kind)
 
     def end_backward(self, stage: int, microbatch: int, kind: str) -> None:
@@ -167,6 +171,8 @@ def build(name: str, rank: int, ranks: int, microbatches: int) -> Pipeline:
             model, index, count, batch=BATCH, sequence=SEQUENCE, dtype=torch.float32
         )
         module.register_forward_pre_hook(counting(forwards, index))
+        if index + 1 < count:
+            module.register_forward_hook(lambda *given: recorder.outputs.append(weakref.ref(given[2])))
         stages.append(
             OffloadPipelineStage(
                 module,
@@ -270,6 +276,7 @@ def report_of(name: str, rank: int, ranks: int, microbatches: int) -> dict[str, 
         "buffers_alive": recorder.buffers_alive(),
         "buffers_most": recorder.most_buffers,
         "buffers_all": len(recorder.buffers),
+        "outputs_most": recorder.most_outputs,
     }
 
 
@@ -389,6 +396,15 @@ def test_receive_buffers_live_no_longer_than_their_chunk(two_ranks: list[dict[st
     # the last stage holds one input at a time, and torch would hold one for each microbatch
     if name == "1f1b":
         assert two_ranks[1][name]["buffers_most"] <= 2
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_outputs_that_were_sent_are_gone_in_the_backwards_where_torch_lets_them_go(
+    two_ranks: list[dict[str, Any]], name: str
+) -> None:
+    goes = hasattr(PipelineStage, "release_fwd_send_outputs")  # of torch 2.15
+    most, in_flight = two_ranks[0][name]["outputs_most"], {"gpipe": 6, "1f1b": 2}[name]
+    assert most == 0 if goes else most >= in_flight
 
 
 @pytest.mark.slow

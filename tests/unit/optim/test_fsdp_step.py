@@ -20,6 +20,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from offload import OffloadEngine
 from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import OffloadError
+from offload.modules.totals import parts_of
 from offload.optim import FSDPGPUOptimizerWrapper, streamed_step
 from tests.unit.optim.rig import assert_same_bits, backward, batch, broken_off, failing, net
 
@@ -225,6 +226,38 @@ def test_sharded_parameters_are_stepped_and_their_state_is_sharded() -> None:
     assert all(isinstance(of["exp_avg"], DTensor) for of in state.values())
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.state_dict()["state"][0]["exp_avg"].to_local().equal(state[0]["exp_avg"].to_local())
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
+def test_gradients_of_shards_are_counted_and_stepped_as_they_are_whatever_they_were_reduced_in(
+    reduce_dtype: torch.dtype | None,
+) -> None:
+    """Without a reduce_dtype torch reduces in param_dtype up to 2.14, and from 2.15 on as the shards are."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    found = []
+    for wrap in (False, True):
+        model = fully_shard(net(), mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        optimizer = wrapped(model, AdamW) if wrap else AdamW(model.parameters(), lr=1e-2, fused=True)
+        (counted,) = (
+            part
+            for part in parts_of(model, torch.device("cpu"), None, None, (), None, None)
+            if part.kind == "gradients"
+        )
+        for step in range(2):
+            optimizer.zero_grad()
+            model(batch(step)).float().square().mean().backward()
+            optimizer.step()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        assert counted.device_bytes == sum(
+            each.to_local().nbytes for each in gradients if isinstance(each, DTensor)
+        )
+        found.append([parameter.full_tensor().detach() for parameter in model.parameters()])
+    assert_same_bits(*found)
 
 
 @pytest.mark.req("S3-48")
