@@ -18,10 +18,9 @@ from __future__ import annotations
 import functools
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
-
-import torch
 
 from offload.client import weakly
 from offload.device import Event, Lane
@@ -43,6 +42,11 @@ COPY_LEAD = 3
 the time that its step takes."""
 
 
+class _Pending(dict[HostBucket, set[int]]):
+    """Of one step, buckets and the lanes that have waited for them, by id. Unlike a dict it can be held
+    weakly."""
+
+
 class HostedSteps:
     """Buckets in flight. cpu, streamed: whose buckets. cpu_threads: of the CPU optimizer; see Worker."""
 
@@ -57,8 +61,7 @@ class HostedSteps:
         self.stepping = threading.RLock()
         """Held by a step and by a look at state, of whatever thread: one waits for the other."""
         self._lock = threading.RLock()  # any thread may touch a weight; workers never take it
-        # of the last step, issued or about to be, and by id the lanes that have waited for them
-        self._pending: dict[HostBucket, set[int]] = {}
+        self._pending = _Pending()  # of the last step, issued or about to be
         self._lane: Lane | None = None  # of step(): its memory is what the gradients came from
         # buckets of the step under way that workers have issued, or dropped after a failure, in that order
         self._issued: queue.SimpleQueue[HostBucket] = queue.SimpleQueue()
@@ -204,18 +207,19 @@ class HostedSteps:
         assert bucket.returned is not None
         self.stalls.wait(lane, bucket.returned, "weights back")
         for part in bucket.weights:
-            device.note_read(lane, part.view(torch.uint8))
+            device.note_read(lane, part)
         lanes.add(id(lane))
         if lane is self._lane:
             bucket.drop_gradients()
 
     def awaiting(self, index: int) -> Callable[[], None]:
         """What waits for the parameter as `await_weights`, in the step that begins, and does nothing after
-        it: then nobody who waits has touched it."""
-        return functools.partial(weakly(self._await_of), self._pending, index)
+        it: then nobody who waits has touched it. Holds the step weakly: a gradient outlives its module by
+        this, and the step has the module."""
+        return functools.partial(weakly(self._await_of), weakref.ref(self._pending), index)
 
-    def _await_of(self, step: Mapping[HostBucket, set[int]], index: int) -> None:
-        if step is self._pending:
+    def _await_of(self, step: Callable[[], _Pending | None], index: int) -> None:
+        if step() is self._pending:
             self.await_weights((index,))
 
     def finish(self) -> None:
@@ -227,7 +231,7 @@ class HostedSteps:
     def _finish(self) -> None:
         self.await_weights()
         with self._lock:
-            self._pending = {} if self._pending else self._pending
+            self._pending = _Pending() if self._pending else self._pending
             self._issued, self._untaken = queue.SimpleQueue(), 0
 
     def finish_on_host(self) -> None:
@@ -308,7 +312,7 @@ class HostedSteps:
         """After a failure: once the workers are idle, no use of a weight waits any more. Weights stay as the
         failed step left them."""
         self._rest_workers()
-        self._pending = {}
+        self._pending = _Pending()
         self.torn = False
         for index in self.buckets_of:
             self.when_waited(index)
@@ -336,7 +340,7 @@ class HostedSteps:
                 self.finish()
         except Exception as error:  # a worker's, or of a device that is lost
             logger.warning("the optimizer was closed in a step that failed: %s", error)
-        self._pending = {}
+        self._pending = _Pending()
         self._stepper.close()
         self._streamer.close()
         try:  # host memory goes back after this

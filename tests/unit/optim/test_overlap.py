@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.func import functional_call, grad, jvp, stack_module_state, vjp, vmap
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -256,6 +256,26 @@ def test_whoever_touches_a_weight_on_its_way_gets_the_new_one_and_leaves_it_plai
             assert type(found) in (Tensor, nn.Parameter)
             assert type(parameter) is nn.Parameter, "its class was not given back"
             assert not vars(parameter)
+        optimizer.close()
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_forward_inside_a_transform_waits_for_its_weights(share: float) -> None:
+    """The wait in front of it asked the simulated device about tensors that torch.func had wrapped."""
+    calls: tuple[Callable[[nn.Module, Tensor], Any], ...] = (
+        lambda model, x: grad(lambda x: model(x).sum())(x),
+        lambda model, x: vmap(model)(x),
+        lambda model, x: jvp(model, (x,), (torch.ones_like(x),))[1],
+        lambda model, x: vjp(model, x)[0],
+        lambda model, x: functional_call(model, {n: p.detach() for n, p in model.named_parameters()}, (x,)),
+    )
+    for call in calls:
+        model, optimizer, expected = on_its_way(share=share)
+        plain = net()
+        with torch.no_grad():
+            for parameter, weight in zip(plain.parameters(), expected, strict=True):
+                parameter.copy_(weight)
+        assert torch.equal(call(model, batch(1)), call(plain, batch(1)))
         optimizer.close()
 
 
