@@ -10,6 +10,7 @@ packages) calls no `__torch_function__`, and so is not seen.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -51,6 +52,8 @@ class Watched(Tensor):
     """Never made, only put in place of a tensor's class. comes_and_goes: its bytes are freed between uses."""
 
     comes_and_goes = False
+    asked_by_collectives = methods("is_complex")
+    """What functions of torch.distributed ask, before they hand a tensor to C++."""
 
     def __init_subclass__(cls) -> None:
         """As DTensor: optimizers, and clip_grad_norm_, whose loop gives other bits than its list, take lists
@@ -65,6 +68,14 @@ class Watched(Tensor):
         if func in READ_NO_BYTES:
             return untouched(func, args, kwargs)
         return cls.touch(func, args, kwargs or {})
+
+    @classmethod
+    def of_collectives(cls, func: Callable[..., Any]) -> bool:
+        """Whether the `touch` that calls this is told of a collective of torch.distributed, or asked by
+        one."""
+        asks = sys._getframe(3).f_globals if func in cls.asked_by_collectives else {}
+        module = getattr(func, "__module__", "")
+        return "torch.distributed.distributed_c10d" in (module, asks.get("__name__"))
 
     @classmethod
     def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -85,8 +96,7 @@ class Watched(Tensor):
     @classmethod
     def make_ready(cls, found: Any) -> None:
         """The bytes of all that this class watches among `found` may be used from here on, until the call
-        that asked ends."""
-        raise NotImplementedError
+        that asked ends. Here: they may be at any time."""
 
 
 def watched_in(found: Any, kind: type[W]) -> Iterator[W]:

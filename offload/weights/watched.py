@@ -61,18 +61,8 @@ _ADDRESS = methods(
 
 _BACKWARDS = {torch.autograd.grad, torch.autograd.backward}
 
-_ASKED_BY_COLLECTIVES = methods("is_complex")
-_COLLECTIVES = "torch.distributed.distributed_c10d"
-"""Whose functions hand a tensor to C++, which would read bytes that are not there; they ask that first."""
-
 _LISTS = re.compile("_foreach_|_fused_|_amp_foreach_")
 """Names of calls that compute each tensor of their lists by itself."""
-
-
-def _of_collectives(func: Callable[..., Any]) -> bool:
-    """Whether a class here is told of a collective of torch.distributed, or is asked by one."""
-    asks = sys._getframe(3).f_globals if func in _ASKED_BY_COLLECTIVES else {}
-    return _COLLECTIVES in (getattr(func, "__module__", ""), asks.get("__name__"))
 
 
 class StreamedWeight(Watched):
@@ -82,7 +72,7 @@ class StreamedWeight(Watched):
 
     @classmethod
     def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if _of_collectives(func) and (func in _ASKED_BY_COLLECTIVES or kwargs.get("async_op")):
+        if cls.of_collectives(func) and (func in cls.asked_by_collectives or kwargs.get("async_op")):
             name = owner_of(next(watched_in((args, kwargs), cls))).name
             why = "this version of torch hands to C++, where the weight's bytes may be away:"
             if kwargs.get("async_op"):
@@ -173,7 +163,7 @@ class StreamedGradient(StreamedWeight):
 
     @classmethod
     def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if _of_collectives(func):
+        if cls.of_collectives(func):
             for tensor in watched_in((args, kwargs), cls):
                 cls.stay(tensor)
             return func(*args, **kwargs)
@@ -273,7 +263,7 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         only_weights = "fused" in name and kwargs.get("grad_scale") is None
         for tensor, weight, version in zip(found, owners, versions, strict=True):
             silent = ("fused" in name and not (only_weights and weight.is_gradient)) or "_amp_" in name
-            silent |= _of_collectives(func)  # from C++, which moves no version
+            silent |= Watched.of_collectives(func)  # from C++, which moves no version
             if silent or any(tensor is each for each in out) or _version(tensor) != version:
                 holder_of(weight).wrote(weight)
         return _aliases_in(result, owners)

@@ -28,7 +28,7 @@ from offload.device.rows import expand_rows
 from offload.errors import OffloadError
 from offload.memory.arena import Block, HostArena
 from offload.params.home import HOME, Claim, Stepper, is_alone, use_count
-from offload.params.watched import Watched, watched_in
+from offload.params.watched import Watched, untouched, watched_in
 from offload.transfer.layout import bytes_of
 
 __all__ = [
@@ -316,7 +316,7 @@ class Weight:
                 self._on_host = self.elements(torch.from_numpy(array))
                 self._host_version = self._on_host._version
             self._host_is_old = False
-            return self._on_host.detach()
+            return self._on_host.detach().as_subclass(HostValue)
 
     def take_host_writes(self) -> bool:
         """Whether somebody has written the host's copy since this was asked last. Raises OffloadError where
@@ -348,6 +348,28 @@ class Weight:
         """Whether somebody has the host's copy, and it is an old one."""
         given = self._on_host
         return (self.dirty or self._host_is_old) and given is not None and not is_alone(given)
+
+
+class HostValue(Watched):
+    """A weight in a state dict, or an alias of it: the host's own bytes. `.cpu()` and `.to("cpu")` copy them,
+    as they do those of a GPU."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """nn.Parameter() of it is a plain one, as it is of a plain tensor."""
+        super().__setattr__(*(("__class__", nn.Parameter) if name == "_is_param" else (name, value)))
+
+    @classmethod
+    def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if func is Tensor.__reduce_ex__:
+            args = (untouched(Tensor.detach, args[:1], {}), *args[1:])
+        if func in (Tensor.cpu, Tensor.__deepcopy__):
+            return untouched(Tensor.clone, args[:1], {})
+        result = untouched(func, args, kwargs)
+        if func is Tensor.to and result is args[0]:  # on a GPU that is so where no device is named
+            named = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, (str, torch.device, Tensor))]
+            return untouched(Tensor.clone, args[:1], {}) if named else result
+        mine = type(args and args[0]) is cls and type(result) is Tensor
+        return result.as_subclass(cls) if mine and torch._C._is_alias_of(result, args[0]) else result  # type: ignore[attr-defined]
 
 
 class ExpandedLater(Watched):

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from offload.errors import OffloadError
+from offload.optim import HybridDeviceOptimizer
 from tests.unit.weights.streamed import BLOCK_BYTES, ROWS, WIDTH, Model, Pair, squares, streamed
 
 
@@ -129,7 +131,7 @@ def test_a_state_dict_has_live_views_of_the_hosts_copy_each_with_its_own_bytes_o
     with streamed() as pair:
         state = pair.model.state_dict()
         of_block = [value for name, value in state.items() if ".up.weight" in name or ".down.weight" in name]
-        assert all(value.device.type == "cpu" and type(value) is Tensor for value in of_block)
+        assert all(value.device.type == "cpu" and isinstance(value, Tensor) for value in of_block)
         assert all(v.untyped_storage().nbytes() == v.numel() * v.element_size() for v in of_block)
         file = io.BytesIO()
         torch.save(state, file)
@@ -140,6 +142,59 @@ def test_a_state_dict_has_live_views_of_the_hosts_copy_each_with_its_own_bytes_o
         pair.model.state_dict()  # what it gave before is the newest then
         assert all(torch.equal(state[name], value) for name, value in pair.plain.state_dict().items())
         del state, values, of_block
+
+
+SNAPSHOTS: dict[str, Any] = {
+    "cpu": lambda v: v.cpu(),
+    "cpu of an alias": lambda v: v.detach().data[:].cpu(),
+    "cpu of the same": lambda v: v.float().contiguous().cpu(),
+    "to": lambda v: v.to("cpu"),
+    "to a device": lambda v: v.to(torch.device("cpu"), torch.float32, non_blocking=True),
+    "to by name": lambda v: v.to(device="cpu", dtype=v.dtype),
+    "to another": lambda v: v.to(torch.empty(1)),
+    "array": lambda v: torch.from_numpy(v.cpu().numpy()),
+    "clone": lambda v: v.clone(),
+    "deepcopy": copy.deepcopy,
+    "saved": lambda v: saved(v),
+}
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_what_is_copied_to_the_cpu_is_a_snapshot_as_on_a_gpu(hybrid: bool) -> None:
+    """`{k: v.cpu() for k, v in model.state_dict().items()}` was no copy, which later steps tore."""
+    with streamed() as pair:
+        optimizers = pair.with_state_on_host("step") if hybrid else pair.optimizers()
+        value = pair.model.state_dict()["layers.3.up.weight"]
+        expected = value.clone()
+        taken = {name: snapshot(value) for name, snapshot in SNAPSHOTS.items()}
+        options = StateDictOptions(cpu_offload=True)
+        taken["dcp"] = get_model_state_dict(pair.model, options=options)["layers.3.up.weight"]
+        for model, optimizer in zip((pair.model, pair.plain), optimizers, strict=True):
+            squares(model, torch.ones(ROWS, WIDTH)).backward()
+            optimizer.step()
+        pair.model.state_dict()
+        assert not torch.equal(value, expected)
+        for name, snapshot in taken.items():
+            assert torch.equal(snapshot, expected), name
+            assert type(snapshot) is Tensor, name
+        del value, taken
+        if isinstance(optimizers[0], HybridDeviceOptimizer):
+            optimizers[0].close()
+
+
+def test_a_value_of_a_state_dict_is_live_where_it_is_not_copied() -> None:
+    with streamed() as pair:
+        value = pair.model.state_dict()["layers.3.up.weight"]
+        assert value.to(torch.float32) is value
+        parameter = nn.Parameter(value, requires_grad=False)
+        assert type(parameter) is nn.Parameter
+        assert not vars(parameter)
+        with torch.no_grad():
+            for each in (pair.plain.layers[3].up.weight, value.view(-1)):  # type: ignore[union-attr]
+                each.zero_()  # type: ignore[operator]
+        assert not weight_of(pair.model).any()
+        assert torch.flatten(input=value).sum() + torch.cat([value]).sum() + parameter.sum() == 0
+        del value, parameter, each
 
 
 def test_what_is_written_to_a_state_dict_is_written_to_the_model() -> None:
