@@ -24,7 +24,7 @@ from offload.optim.host_part import HostBucket
 from offload.optim.placing import Placement
 from offload.optim.ranks import may_be_reduced_in_place
 from offload.optim.stepping import HostedSteps
-from offload.optim.touch import SpentGradient, WeightWatch, weakly
+from offload.optim.touch import SpentGradient, SteppedGradient, WeightWatch, watch, weakly
 from offload.params.home import HOME, has_own_storage
 from offload.params.view import ParamView, is_laid_out_as, local_of
 from offload.transfer.limits import Limits
@@ -156,10 +156,13 @@ class BackwardSteps:
             # a touch before step() breaks the promise
             self._watch.watch(member.index, member.parameter, gradient=False)
             mine = self._steps.buckets_of[member.index]
-            own = type(gradient) is Tensor and HOME not in vars(gradient) and not gradient._is_view()
+            own = type(gradient) in (Tensor, SteppedGradient) and HOME not in vars(gradient)
+            own = own and not gradient._is_view()
             if member.home is not None and own and self.stepped.issuperset(mine):
                 SpentGradient.spend(gradient, str(member))
                 self._spent[member.index] = weakref.ref(gradient), mine, member.nbytes
+            elif own or local_of(gradient) is not gradient:
+                watch(gradient, self._steps, member.index, stepped=True)
         self._await_steps()
 
     def _await_steps(self) -> None:
@@ -222,8 +225,8 @@ class BackwardSteps:
         """A parameter is read or written before step(): an error if this backward has stepped it."""
         if not self.stepped.isdisjoint(self._steps.buckets_of.get(index, ())):
             self.raise_if_stepped(
-                f"the weights of parameter {index} were read or written before step() (use no_sync() in all "
-                "backwards but the last)"
+                f"the weights of parameter {index} were read or written before step(), or its gradient was "
+                "written (use no_sync() in all backwards but the last)"
             )
 
     def check(self, gradients: Mapping[int, Tensor]) -> None:

@@ -115,9 +115,9 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
             "backward": also gradients' copies out, and steps, beside the backward. The loop promises that
                 gradients are final when their last backward has made them, that step() follows, and that
                 param groups, weights, gradients and state are left alone between. A broken promise that can
-                be seen is an error: a gradient written or made again, clipping, a GradScaler, zero_grad()
-                without step(), changed groups, a weight touched. A write through `.data`, or by a kernel or
-                collective that moves no version counter, is not seen.
+                be seen is an error: a gradient written or made again, clipping, a GradScaler, a collective,
+                zero_grad() without step(), changed groups, a weight touched. docs/limits.md names what is not
+                seen.
         model: names weights in messages; with "forward" and "backward" its modules wait for their own
             weights. "backward" without it: step() waits for all weights.
         engine: whose lanes and host memory are used; None takes the process's own of the parameters' device
@@ -326,8 +326,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What a GradScaler's step() asks first: no. It has unscaled the gradients, or is about to, with a
-        kernel that moves no version counter (torch 2.13, _amp_foreach_non_finite_check_and_unscale_)."""
+        """What a GradScaler's step() asks first: no. It has unscaled the gradients, or is about to."""
         self._runner.backward.raise_if_stepped("a GradScaler changed the gradients")
         return False
 

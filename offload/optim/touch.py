@@ -14,6 +14,7 @@ itself waits for all weights.
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -27,13 +28,14 @@ from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.optim.stepping import HostedSteps
 from offload.params.home import home_of
-from offload.params.watched import Watched, untouched, watched_in
+from offload.params.watched import Watched, accessors, untouched, watched_in
 from offload.telemetry.speaker import speaker
 
 __all__ = ["AwaitedGradient", "AwaitedWeight", "SpentGradient", "WeightWatch", "await_all", "watch", "weakly"]
 
 logger = speaker(__name__)
 
+_GET_DATA, _SET_DATA = accessors("data", "__get__"), accessors("data", "__set__")
 _OWNER = "_offload_step"  # attribute of what is awaited: (steps, index)
 
 
@@ -58,8 +60,22 @@ class _Awaited(Watched):
         return self.__reduce_ex__(protocol)
 
 
-class AwaitedGradient(_Awaited):
+class AwaitedGradient(_Awaited, Tensor):
     """A gradient that the step still reads, or another tensor whose copy is in flight."""
+
+
+class SteppedGradient(AwaitedGradient, Tensor):
+    """A gradient that was stepped in the backward. step() looks at its version, which its `.data` shares; who
+    writes it before that and moves no version is as one who touches the weight."""
+
+    @classmethod
+    def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        name = str(getattr(func, "__name__", ""))
+        # the last ones of DTensors
+        silent = "fused" in name or "_amp_" in name or ("_foreach_" in name and name.endswith("_"))
+        if silent or func in _SET_DATA or cls.of_collectives(func):
+            await_all((args, kwargs))
+        return untouched(Tensor.detach if func in _GET_DATA else func, args, kwargs)
 
 
 class AwaitedWeight(_Awaited, nn.Parameter):
@@ -96,11 +112,19 @@ class Awaits(Protocol):
     def await_weights(self, indices: Sequence[int]) -> None: ...
 
 
-def watch(tensor: Tensor, owner: Awaits, index: int = 0) -> None:
-    """Whoever touches the tensor, torch's own Tensor or Parameter, has `owner` wait first."""
+def watch(tensor: Tensor, owner: Awaits, index: int = 0, *, stepped: bool = False) -> None:
+    """Whoever touches the tensor, torch's own Tensor or Parameter, has `owner` wait first; who writes it,
+    where it is a gradient that was stepped."""
     vars(tensor)[_OWNER] = (owner, index)
     kind: type[_Awaited] = AwaitedWeight if isinstance(tensor, nn.Parameter) else AwaitedGradient
-    tensor.__class__ = kind
+    tensor.__class__ = _stepped(type(tensor)) if stepped else kind
+
+
+@functools.cache
+def _stepped(kind: Any) -> Any:
+    """Of a tensor of torch's, or of a DTensor."""
+    plain = SteppedGradient if kind is Tensor else kind
+    return plain if issubclass(plain, SteppedGradient) else type("SteppedShard", (SteppedGradient, kind), {})
 
 
 @untraced
@@ -117,7 +141,7 @@ def await_all(found: Any) -> None:
 
 def _make_plain(tensor: Tensor) -> None:
     vars(tensor).pop(_OWNER, None)
-    tensor.__class__ = nn.Parameter if type(tensor) is AwaitedWeight else Tensor
+    tensor.__class__ = type(tensor).__bases__[-1]
 
 
 _READ_BELOW = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -167,7 +191,8 @@ class WeightWatch:
         if isinstance(found, SpentGradient) or (isinstance(found, Watched) and found.comes_and_goes):
             found = None  # nobody may touch it, or its owner waits before it changes
         if not (streams or type(parameter) in (nn.Parameter, AwaitedWeight)) or not (
-            found is None or (type(found) in (Tensor, AwaitedGradient) and not found._is_view())
+            found is None
+            or ((type(found) is Tensor or isinstance(found, AwaitedGradient)) and not found._is_view())
         ):
             return False
         self._watched[index] = parameter

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW
 
@@ -14,7 +15,7 @@ from offload import OffloadEngine
 from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
-from tests.unit.optim.rig import assert_same_bits, backward, engine, hybrid, net, train, weights
+from tests.unit.optim.rig import assert_same_bits, backward, batch, engine, hybrid, net, train, weights
 
 FUSED = {"lr": 1e-2, "fused": True}
 
@@ -272,6 +273,9 @@ def test_the_weights_are_already_on_their_way_when_step_is_called() -> None:
     assert device.copied_bytes(device.h2d) == GRADIENT_BYTES
 
 
+WRITTEN = r"the weights of parameter 0 were .*, or its gradient was written \(use no_sync.* after"
+
+
 def broken(what: str, optimizer: HybridDeviceOptimizer, model: nn.Module) -> None:
     first = next(model.parameters())
     assert first.grad is not None
@@ -279,6 +283,22 @@ def broken(what: str, optimizer: HybridDeviceOptimizer, model: nn.Module) -> Non
         optimizer.param_groups[0]["lr"] = 1.0
     elif what == "gradient":
         first.grad.mul_(2)
+    elif what == "data":
+        first.grad.data[:3].clamp_(-1e-4, 1e-4)
+    elif what == "other data":
+        first.grad.data = first.grad * 2
+    elif what == "unscaled":
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+    elif what == "reduced":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            dist.all_reduce(first.grad)
+        finally:
+            dist.destroy_process_group()
+    elif what == "read":
+        assert nn.utils.get_total_norm([first.grad]) == first.grad.data.norm() == first.grad.clone().norm()
     elif what == "weights":
         with torch.no_grad():
             first.mul_(2)
@@ -297,7 +317,9 @@ def broken(what: str, optimizer: HybridDeviceOptimizer, model: nn.Module) -> Non
             "gradient",
             r"the gradient of parameter 0 \(0.weight, 2,310 elements of torch.float32\) changed after",
         ),
-        ("weights", r"the weights of parameter 0 were read or written before step\(\) .* after"),
+        ("data", r"the gradient of parameter 0 \(0.weight, 2,310 elements of torch.float32\) changed after"),
+        *((what, WRITTEN) for what in ("other data", "unscaled", "reduced")),
+        ("weights", r"the weights of parameter 0 were read or written before step\(\), or .* after"),
         ("clip", "clip_grad_norm_ was called after"),
         ("zero", r"zero_grad was called without step\(\) after"),
     ],
@@ -325,6 +347,17 @@ def test_a_broken_promise_is_an_error_until_state_is_loaded(what: str, message: 
     assert_same_bits(after, train(reference, AdamW(reference.parameters(), **FUSED), 4))
 
 
+def test_a_gradient_may_be_read_before_step() -> None:
+    """Until step() its class is another: who reads it gets torch's own tensors, and after it all is plain."""
+    model = net()
+    optimizer, _ = made(model, overlap="backward")
+    optimizer.last_microbatch = True
+    backward(model, 0)
+    broken("read", optimizer, model)
+    model(batch(1))
+    assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())
+
+
 def test_a_second_backward_after_a_bucket_was_stepped_is_an_error_that_says_no_sync() -> None:
     model = net()
     optimizer, _ = made(model, overlap="backward")
@@ -332,7 +365,7 @@ def test_a_second_backward_after_a_bucket_was_stepped_is_an_error_that_says_no_s
     backward(model, 0)
     with pytest.raises(
         OffloadError,
-        match=r"parameter 0 were read or written before step\(\) \(use no_sync\(\) in all backwards but",
+        match=r"parameter 0 were read or written before step\(\), or .* \(use no_sync\(\) in all back",
     ):
         backward(model, 1)
 

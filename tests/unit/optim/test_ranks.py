@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from offload.errors import OffloadError
 from offload.optim import ranks
@@ -73,16 +74,29 @@ def test_a_gradient_laid_out_otherwise_is_seen() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_shard_that_is_written_past_its_gradient_breaks_the_promise() -> None:
-    """The local tensor counts its own writes: the DTensor's counter stays."""
+@pytest.mark.parametrize("how", ["its local tensor", "clipped", "unscaled", "data"])
+def test_a_shard_that_is_written_past_its_gradient_breaks_the_promise(how: str) -> None:
+    """The local tensor counts its own writes: the DTensor's counter stays. Calls with lists of DTensors, as
+    clipping and a GradScaler make, move none of the two."""
     mesh, model = init_device_mesh("cpu", (1,)), nn.Linear(64, 64, bias=False)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate()]))
     optimizer = hybrid(model, model=model, overlap="backward")
     optimizer.last_microbatch = True
     model(distribute_tensor(torch.ones(8, 64), mesh, [Replicate()])).sum().backward()
-    assert model.weight.grad is not None
-    before = model.weight.grad._version
-    model.weight.grad._local_tensor.mul_(2)  # type: ignore[attr-defined]
-    assert model.weight.grad._version == before
-    with pytest.raises(OffloadError, match=r"the gradient of parameter 0 .* changed after"):
+    gradient: Any = model.weight.grad
+    assert isinstance(gradient, DTensor)
+    assert gradient.full_tensor().sum() == 8 * 64 * 64
+    before = gradient._version
+    match = r"the gradient of parameter 0 .* changed after"
+    if how == "its local tensor":
+        gradient._local_tensor.mul_(2)
+        assert gradient._version == before
+    elif how == "data":
+        gradient.data.mul_(2)
+    else:
+        scaler, match = torch.amp.GradScaler("cpu"), "parameter 0 .*, or its gradient was written"
+        scaler.scale(torch.ones(()))
+        with pytest.raises(OffloadError, match=match):
+            scaler.unscale_(optimizer) if how == "unscaled" else nn.utils.clip_grad_norm_(model.weight, 0.1)
+    with pytest.raises(OffloadError, match=match):
         optimizer.step()
