@@ -19,7 +19,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
@@ -498,10 +498,10 @@ def apply(
         refuse_beyond_device(parts, total_bytes, "device_total")
     if where != here:
         _check_unused(where)
-        _check_nothing_waits(before)
+        _check_nothing_waits(before, config, limited)
         marks.configure(limited, device=str(where).replace("cpu", "sim"))
     elif limited != config:
-        _check_nothing_waits(before)
+        _check_nothing_waits(before, config, limited)
         marks.change_limits(limited)
     engine = marks.default_manager().engine
     with ExitStack() as undo:
@@ -671,15 +671,31 @@ def _uses_disk(mode: Mode) -> bool:
     return mode == "disk" or any(handle.mode == "disk" for handle in _applied.values())
 
 
-def _check_nothing_waits(manager: GroupsManager | None) -> None:
-    """ValueError if new limits would drop tensors that a backward is still to read."""
-    waiting = 0 if manager is None else sum(block.nbytes for block in manager.living_blocks())
+def _check_nothing_waits(
+    manager: GroupsManager | None, config: OffloadConfig, limited: OffloadConfig
+) -> None:
+    """ValueError if a new engine or new limits would drop tensors that a backward is still to read."""
+    waiting = _waiting_bytes(manager)
+    if waiting:  # torch's queue holds the rest of a backward that has failed, until this thread runs another
+        with torch.inference_mode(False), torch.enable_grad():
+            one = torch.ones((), device="cpu", requires_grad=True)
+            torch.autograd.grad(one + one, one)
+        waiting = _waiting_bytes(manager)
     if waiting:
+        changes = [
+            f"{name} from {before!r} to {after!r}"
+            for name, before in asdict(config).items()
+            if before != (after := getattr(limited, name))
+        ]
         raise ValueError(
-            f"apply() with limits, or with mode='disk' and no disk_directory in the config, and {waiting:,} "
-            "saved bytes of an earlier forward wait for their backward, which would not find them; call "
-            "apply() before the forward, or after its backward"
+            f"apply() changes {', '.join(changes) or 'the device'}, and {waiting:,} saved bytes of an "
+            "earlier forward wait for their backward, which would not find them; call apply() before the "
+            "forward, or after its backward. offload.step_end() drops what no backward will read"
         )
+
+
+def _waiting_bytes(manager: GroupsManager | None) -> int:
+    return 0 if manager is None else sum(block.nbytes for block in manager.living_blocks())
 
 
 def _planner_here(manager: GroupsManager | None, total_bytes: int | None) -> Auto | None:

@@ -191,6 +191,7 @@ class OffloadEngine:
         disk, asked = self.transfers.disk, _disk_settings(config)
         if asked == (None if disk is None else disk.settings):
             return disk
+        self.transfers.reclaim_freed()
         if disk is not None and disk.in_use:
             raise OffloadError(
                 f"saved tensors of this step lie in the file of {disk.file.directory!r}, and the new "

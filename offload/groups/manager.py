@@ -328,8 +328,9 @@ class GroupsManager(OpenScopes, Client):
         CaptureError in a capture.
         """
         self.ends_by_hand += 1
-        if self.ends_by_hand == 1 and self._inferred_ends and not self._forward_order:
-            return self.stats  # an inferred end was first
+        was_inferred = self._inferred_ends and not self._forward_order
+        if self.ends_by_hand == 1 and was_inferred and next(self.living_blocks(), None) is None:
+            return self.stats
         return self.engine.end_step()
 
     def infer_ends(self) -> None:
@@ -412,7 +413,7 @@ class GroupsManager(OpenScopes, Client):
                 self._planner.pass_over(seen)
             planned = self.do_offload and self._planner.after_step(seen)
             live_bytes = self._planner.live_peak_bytes if self.do_offload else None
-            self.ledgers.write(stats, live_bytes, ran=bool(seen.chunks), guessed=self.end_was_guessed)
+            self.ledgers.write(stats, live_bytes, ran=bool(seen.forward_order), guessed=self.end_was_guessed)
             self._forget_step()
         # where ends are inferred nobody asked for a table, and one rank's end waits for no other rank's
         if planned and self.print_summary and not self._infers_end:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -487,3 +488,22 @@ def test_a_wrapper_subclass_is_looked_at_inside() -> None:
         step_end()
         stayed = report().total.groups["a"].stayed
     assert sum(one.tensors for one in stayed.values()) >= 1
+
+
+@pytest.mark.parametrize(
+    "what",
+    [{"mode": "checkpoint"}, {"gradients": "host"}, {"mode": "watermark", "high": "1MB"}],
+    ids=["checkpoint", "gradients", "watermark"],
+)
+def test_the_close_look_ends_with_the_first_step_where_no_group_begins(
+    what: dict[str, Any], manager: PipelineOffloadManager
+) -> None:
+    """It went on for the whole run, and every save was judged twice."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(2)])
+    optimizer = torch.optim.SGD(model.parameters())
+    with offload.apply(model, **what):
+        for _ in range(2):
+            looked = bool(manager.engine.hooks.observers)
+            model(torch.ones(1, 1024)).sum().backward()
+            optimizer.step()
+    assert looked is bool(manager.engine.hooks.observers) is False
