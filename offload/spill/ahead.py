@@ -19,10 +19,10 @@ the host: whether a copy has ended is never asked.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import count, islice
 
 import torch
 
@@ -31,6 +31,7 @@ from offload.saved.handles import Handle
 from offload.sizes import bytes_text
 from offload.spill.curve import Curves
 from offload.spill.forward import Forward
+from offload.spill.read_order import ReadOrder
 from offload.spill.readings import Readings
 from offload.spill.scheduler import ActivationScheduler, Parts
 from offload.spill.telemetry import ActivationStepMetrics, SpillDetails
@@ -41,6 +42,9 @@ from offload.transfer.coming import ComingReads, Prefetcher
 __all__ = ["ForecastOrder"]
 
 logger = speaker(__name__)
+
+_FORWARDS_AHEAD = 16
+"""Forwards that are looked at for what to fetch ahead: those after them have the time of these."""
 
 
 class ForecastOrder(ActivationScheduler):
@@ -61,12 +65,13 @@ class ForecastOrder(ActivationScheduler):
         self._rise = self._rise_before = (
             0  # of the level, from one reading of a backward to the next, at most
         )
-        self._places = itertools.count()
+        self._places = count()
         # by the number of a forward, where in the step it began, and where its backward did
         self._began: dict[int, int] = {}
         self._read_at: dict[int, int] = {}
         self._before: dict[int, tuple[int, int]] = {}  # both, of the step before
         self._current: Forward | None = None  # being read
+        self._order = ReadOrder({}, self._curves.saved_bytes)
         self._coming: list[ComingReads] = []
         self._free_when_full = -1  # of the host bytes held, when they were too few
         self._said = Once()
@@ -84,6 +89,7 @@ class ForecastOrder(ActivationScheduler):
         assert forward.number is not None
         forward.forecast = self._curves.forecast(forward.number)
         self._began[forward.number] = next(self._places)
+        self._order.enter(forward, forward.number)
 
     def saved_elsewhere(self, nbytes: int) -> None:
         if self.can_take():
@@ -95,6 +101,7 @@ class ForecastOrder(ActivationScheduler):
         allocated = self.readings.after_save(block.nbytes)
         level = allocated + self.readings.away_bytes
         forward.recorder.saved(block.nbytes, level)
+        self._order.saved(forward, block.nbytes)
         highest = forward.forecast.saved(block.nbytes, level)
         if highest is not None:
             leaving_bytes = self.engine.transfers.spilling_bytes
@@ -157,17 +164,19 @@ class ForecastOrder(ActivationScheduler):
         others. must: now. Else bytes are left for saves still to come that are read even later."""
         left = nbytes
         for held_too in (False, True):
-            for forward in self._read_last_first():
-                to_come = 0 if must else self._to_come_and_read_later(forward)
+            for forward, to_come in self._order.leaving(held_too, left, must=must):
                 curve = forward.forecast.curve
                 held = frozenset() if curve is None or held_too else curve.held
-                blocks, at, upto = forward.chunk.blocks, forward.next, forward.written
+                blocks, at, upto = forward.chunk.blocks, forward.next[held_too], forward.written
                 piece: list[DeviceBlock] = []
                 piece_bytes = 0
                 while at < upto and left > to_come:
                     block = blocks[at]
                     at += 1
-                    if not self.may_leave(block) or block.slot in held:
+                    if not self.may_leave(block):
+                        continue
+                    if block.slot in held:
+                        self._order.is_held(forward)
                         continue
                     piece.append(block)
                     piece_bytes += block.nbytes
@@ -177,32 +186,11 @@ class ForecastOrder(ActivationScheduler):
                         piece, piece_bytes = [], 0
                 if piece:
                     yield forward, piece
-                while forward.next < upto and not self.may_leave(blocks[forward.next]):
-                    forward.next += 1
+                forward.next[held_too] = at
+                if at == upto and not forward.running:
+                    self._order.is_empty(forward, held_too)
                 if left <= 0:
                     return
-
-    def _to_come_and_read_later(self, forward: Forward) -> int:
-        """Bytes that forwards are expected to save from here on of which the backward comes after that of
-        `forward`, by what the step before was seen to do."""
-        seen = self._before
-        if forward.number not in seen:
-            return 0
-        read_at = seen[forward.number][1]
-        made = {other.number: sum(other.recorder.sizes) for other in self.forwards}
-        return sum(
-            max(0, self._curves.saved_bytes(number) - made.get(number, 0))
-            for number, (began, other_read_at) in seen.items()
-            if began < read_at < other_read_at
-        )
-
-    def _read_last_first(self) -> list[Forward]:
-        """By what the step before was seen to do; else the last forward is read first."""
-        seen = self._before
-        return sorted(
-            (forward for forward in self.forwards if forward.number is not None),
-            key=lambda forward: -seen.get(forward.number or 0, (0, -1))[1],
-        )
 
     def _pin(self, nbytes: int) -> bool:
         """Pin host memory for so many bytes more. Blocks the host for nbytes / 17 GB/s."""
@@ -275,12 +263,12 @@ class ForecastOrder(ActivationScheduler):
                 forward.recorder.held |= {
                     slot for slot in curve.held if slot < len(blocks) and not blocks[slot].copies
                 }
-        others = [
+        others = (
             other
-            for other in reversed(self._read_last_first())
-            if other is not forward and not other.running and not other.being_read
-        ]
-        self._coming = [forward.chunk.coming, *(other.chunk.coming for other in others)]
+            for other in reversed(self._order.forwards)
+            if other not in (None, forward) and not other.running and not other.being_read
+        )
+        self._coming = [other.chunk.coming for other in (forward, *islice(others, _FORWARDS_AHEAD))]
         self._level = sys.maxsize
         self._look()
 
@@ -323,6 +311,10 @@ class ForecastOrder(ActivationScheduler):
         }
         self._began, self._read_at = {}, {}
         super().forget(ending)
+        self._order = ReadOrder(self._before, self._curves.saved_bytes)
+        for forward in self.forwards:
+            if forward.number is not None:
+                self._order.enter(forward)
 
     def end_step(self) -> tuple[ActivationStepMetrics, SpillDetails]:
         self._rise_before, self._rise = self._rise, 0

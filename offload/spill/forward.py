@@ -27,12 +27,14 @@ _sequence_nr = torch._C._autograd._get_sequence_nr
 class Forward:
     """number: of the forwards of its step that saved something; None until this one has. running: inside
     `managed_forward`. being_read: its backward has begun. spilled: blocks that left and were not read so far.
-    next: position of the first block that may still have to leave. ends: step ends that it has outlived.
+    place: among the forwards, by when they are read. next: position of the first block that may still have to
+    leave, if nothing else holds it, and at all. ends: step ends that it has outlived.
     in_figures: blocks whose copies the figures of a step have."""
 
     __slots__ = (
         "_complete",
         "_operator",
+        "_over",
         "_thread",
         "_unwritten",
         "being_read",
@@ -43,6 +45,7 @@ class Forward:
         "in_figures",
         "next",
         "number",
+        "place",
         "recorder",
         "running",
         "spilled",
@@ -57,9 +60,11 @@ class Forward:
         self.running = True
         self.being_read = False
         self.spilled: set[DeviceBlock] = set()
-        self.next = 0
+        self.place = -1
+        self.next = [0, 0]
         self.ends = 0
         self.in_figures: set[DeviceBlock] = set()
+        self._over = False
         self._operator = -1  # autograd's number of the one that saves
         self._thread = 0  # where it runs
         self._unwritten = False
@@ -100,4 +105,5 @@ class Forward:
     @property
     def is_over(self) -> bool:
         """Whether nothing of it can be read any more."""
-        return not self.running and next(self.chunk.living(), None) is None
+        self._over = self._over or not (self.running or next(self.chunk.living(), None))
+        return self._over

@@ -21,6 +21,9 @@ _MOST_CALLS = 64
 _MOST_CALLS_ABOVE_HALF = 8
 """Saves and reads. A reading costs about as much as a save."""
 
+_LINGERING = 16
+"""Blocks that linger and are looked at for each reading."""
+
 _STRIDE = 64
 """In a backward, the part of the high mark that may be read."""
 
@@ -34,9 +37,9 @@ class Readings:
         self._budget = budget
         self._transfer = transfer
         self._piece_bytes = piece_bytes
-        self._away: list[DeviceBlock] = []  # spilled, and their device memory is free
         self._lingering: list[DeviceBlock] = []  # spilled, and something else holds their device memory
-        self.away_bytes = 0
+        self._unlooked = 0  # readings since those were looked at
+        self.away_bytes = 0  # spilled, and their device memory is free
         self.released_bytes = 0  # in this step
         self._saved_bytes = 0  # since the last reading
         self._read_bytes = 0
@@ -79,32 +82,34 @@ class Readings:
         return allocated
 
     def _count_away(self) -> None:
-        """Bytes that would be on the device if nothing had left."""
-        lingering: list[DeviceBlock] = []
-        for block in (*self._lingering, *self._transfer.take_settled()):
+        """Bytes that would be on the device if nothing had left. Many that linger are not looked at in each
+        reading."""
+        away, settled = self._transfer.away, self._transfer.take_settled()
+        self._unlooked += 1
+        if len(self._lingering) <= _LINGERING * self._unlooked:
+            settled = [*self._lingering, *settled]
+            self._lingering, self._unlooked = [], 0
+        for block in settled:
             if block.state is not BlockState.SPILLED or block.is_freed:
                 continue
-            if block.storage() is None:
-                self._away.append(block)
-                self.released_bytes += block.nbytes
-            else:
-                lingering.append(block)
-        self._lingering = lingering
-        self._away = [
-            block
-            for block in self._away
-            if block.state is BlockState.SPILLED and not block.is_freed and block.unread
-        ]
-        self.away_bytes = sum(block.nbytes for block in self._away)
+            if block.storage() is not None:
+                self._lingering.append(block)
+                continue
+            self.released_bytes += block.nbytes
+            if block.unread:
+                away[block] = self
+                self.away_bytes += block.nbytes
 
     def lingering_slots(self, group: GroupId) -> set[int]:
         """Slots of a group's blocks whose device memory something else holds."""
-        return {block.slot for block in self._lingering if block.group is group}
+        held = (block for block in self._lingering if block.group is group)
+        return {block.slot for block in held if block.storage() is not None}
 
     def end_step(self) -> int:
         """The released bytes of the step; counted anew from here."""
         found, self.released_bytes = self.released_bytes, 0
-        self._away.clear()
+        for block in [block for block, owner in self._transfer.away.items() if owner is self]:
+            del self._transfer.away[block]
         self._lingering.clear()
         self.away_bytes = self._saved_bytes = self._read_bytes = self._calls = self._next_saved_bytes = 0
         return found

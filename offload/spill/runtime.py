@@ -127,6 +127,7 @@ class ActivationRuntime(Client):
         self.last_details = SpillDetails()
         self._stage = -next(_numbers)
         self._forwards = itertools.count()
+        self._most_forwards = _MOST_FORWARDS
         self._by_chunk: dict[ForwardId, Forward] = {}
         self._step = 0
         self._ends_by_hand = False  # the end under way is `step_end`'s
@@ -206,9 +207,11 @@ class ActivationRuntime(Client):
     def begin_forward(self) -> Forward:
         with self.engine.lock:
             scheduler = self.scheduler
-            if len(scheduler.forwards) >= _MOST_FORWARDS:
-                self._forget([forward for forward in scheduler.forwards if forward.is_over])
-                self.registry.forget_dead()
+            if len(scheduler.forwards) >= self._most_forwards:
+                if over := [forward for forward in scheduler.forwards if forward.is_over]:
+                    self._forget(over)
+                    self.registry.forget_dead()
+                self._most_forwards = max(_MOST_FORWARDS, 2 * len(scheduler.forwards))
             chunk_id = ForwardId(self._stage, next(self._forwards))
             forward = Forward(chunk_id, scheduler.levels)
             self._by_chunk[chunk_id] = forward

@@ -86,7 +86,8 @@ class ActivationScheduler:
 
     def forget(self, ending: Sequence[Forward]) -> None:
         """These forwards are over, and the next one is numbered 0 again. The step may go on."""
-        self.forwards = [forward for forward in self.forwards if forward not in ending]
+        ended = set(ending)
+        self.forwards = [forward for forward in self.forwards if forward not in ended]
         self._numbered = 0
         self.levels = []
 

@@ -40,6 +40,7 @@ class ActivationTransfer:
         on_host: bool = False,
     ) -> None:
         self._engine = engine
+        self.away = engine.transfers.away
         self._share = engine.limits.contributor("watermark", self)
         self._max_d2h, self._max_h2d = max_inflight_d2h, max_inflight_h2d
         self._hosts = hosts

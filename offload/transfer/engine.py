@@ -335,6 +335,8 @@ class TransferEngine(Buffers):
             block.refer_to(storage)
             block.base = block.start - block.lead
             block.event, block.transfer, block.copies = event, transfer, 2
+            if block in self.away:
+                self.away.pop(block).away_bytes -= block.nbytes
         self._restoring.append(transfer)
         ahead = self._ahead
         ahead.extend(due)

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from offload.device import Device, Lane
 from offload.ids import ChunkId
@@ -50,6 +50,12 @@ if TYPE_CHECKING:
     from offload.transfer.graph import CapturedGraph
 
 __all__ = ["InFlight"]
+
+
+class Owner(Protocol):
+    """Who counts the bytes of its blocks that are on the host alone, until they come back or are freed."""
+
+    away_bytes: int
 
 
 class InFlight:
@@ -78,6 +84,7 @@ class InFlight:
         self.dropped: set[ChunkId] = set()
         # spills in flight, by storage: two chunks may save one storage
         self._sources: Counter[int] = Counter()
+        self.away: dict[DeviceBlock, Owner] = {}  # on the host alone, as their owners count them
         self.stalls = Stalls(device)  # of this step
         self._no_room = False  # the device ran out of memory in this step: nothing more is fetched ahead
 
@@ -182,6 +189,8 @@ class InFlight:
             freed.popleft()
             block.state = BlockState.RELEASED
             block.device_bytes = None
+            if block in self.away:
+                self.away.pop(block).away_bytes -= nbytes
             if block.refused:
                 self._refused_bytes -= nbytes
             if state is BlockState.RESIDENT:
