@@ -35,7 +35,7 @@ from offload.config import Mode, OffloadConfig, check_min_elements, check_mode, 
 from offload.device import device_bytes, device_name
 from offload.groups.manager import GroupsManager
 from offload.modules.auto import Auto
-from offload.modules.blocks import Blocks, Modules, blocks_of, groups_of, names_of
+from offload.modules.blocks import Blocks, Modules, beside_blocks, blocks_of, groups_of, names_of
 from offload.modules.conducted import Conducted, conduct, conductor_config
 from offload.modules.hooks import HookPair
 from offload.modules.mixed import MixedCalls
@@ -134,6 +134,7 @@ class Applied:
         self._move_state_back: MoveBack | None = None
         self._caching: list[Any] = []  # configs of transformers whose use_cache was switched off
         self._undo = ExitStack()  # all else that it has changed
+        self._beside: list[str] = []  # of lists that hold blocks which were found: what is none
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -319,6 +320,8 @@ class Applied:
             what += self.gradients.line()
         if self._move_state_back is not None:
             what = f"{what}; the optimizer's state waits on the host"
+        if self._beside:
+            what = f"{what}; no block: {', '.join(self._beside)}"
         return f"<offload.apply({self._name}, mode={self.mode!r}{state}): {what}>"
 
 
@@ -364,8 +367,8 @@ def apply(
         "watermark": what has to, once the device's memory reaches `high`, or is seen to come to it; the
         oldest first. It goes around other modes, and takes what they leave.
         False: nothing.
-    blocks: patterns of module names (fnmatch), such as "model.layers.*". None finds them: neighbours of one
-        class in a ModuleList or Sequential. By the name of a group, as `modules`.
+    blocks: patterns of module names (fnmatch), such as "model.layers.*". None finds them: layers of a
+        ModuleList, or two or more alike in a Sequential. By the name of a group, as `modules`.
     modules: patterns of modules inside blocks, such as ["*.self_attn", "*.mlp.act_fn"]: each is a group of
         its own, and the rest of its block stays; or by the group's name, as {"experts": "*.mlp.experts"}. For
         mode "groups". With `blocks`, only those inside these.
@@ -548,6 +551,7 @@ def apply(
         )
     )
     handle = Applied(model, mode, groups, root)
+    handle._beside = beside_blocks(model, groups) if blocks is modules is None else []
     handle._add_parts(arbiter, end_arbiter, move_back)
     _steps.add(root)
     handle._undo.callback(_steps.discard, root)
@@ -675,27 +679,20 @@ def _check_nothing_waits(
     manager: GroupsManager | None, config: OffloadConfig, limited: OffloadConfig
 ) -> None:
     """ValueError if a new engine or new limits would drop tensors that a backward is still to read."""
-    waiting = _waiting_bytes(manager)
-    if waiting:  # torch's queue holds the rest of a backward that has failed, until this thread runs another
-        with torch.inference_mode(False), torch.enable_grad():
-            one = torch.ones((), device="cpu", requires_grad=True)
-            torch.autograd.grad(one + one, one)
-        waiting = _waiting_bytes(manager)
-    if waiting:
-        changes = [
-            f"{name} from {before!r} to {after!r}"
-            for name, before in asdict(config).items()
-            if before != (after := getattr(limited, name))
-        ]
+    if manager is None:
+        return
+    with torch.inference_mode(False), torch.enable_grad():
+        # torch's queue of this thread holds the rest of a backward that has failed, until another one runs
+        one = torch.ones((), device="cpu", requires_grad=True)
+        torch.autograd.grad(one + one, one)
+    if waiting := sum(block.nbytes for block in manager.living_blocks()):
+        old, new = asdict(config), asdict(limited)
+        changes = [f"{name} from {old[name]!r} to {new[name]!r}" for name in old if old[name] != new[name]]
         raise ValueError(
             f"apply() changes {', '.join(changes) or 'the device'}, and {waiting:,} saved bytes of an "
             "earlier forward wait for their backward, which would not find them; call apply() before the "
             "forward, or after its backward. offload.step_end() drops what no backward will read"
         )
-
-
-def _waiting_bytes(manager: GroupsManager | None) -> int:
-    return 0 if manager is None else sum(block.nbytes for block in manager.living_blocks())
 
 
 def _planner_here(manager: GroupsManager | None, total_bytes: int | None) -> Auto | None:

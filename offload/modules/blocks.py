@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks: found as runs of neighbours of one class, or named by patterns.
+"""Which modules of a model are its blocks: found as members of its lists, or named by patterns.
 
 One invariant: no module that is returned lies inside another one of the same answer, and none is the model
 itself.
@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
 from torch import nn
 
-__all__ = ["Blocks", "Modules", "blocks_of", "find_blocks", "find_experts", "groups_of", "names_of"]
+__all__ = [
+    "Blocks",
+    "Modules",
+    "beside_blocks",
+    "blocks_of",
+    "find_blocks",
+    "find_experts",
+    "groups_of",
+    "names_of",
+]
 
 Blocks = dict[str, dict[str, nn.Module]]
 """By group name, the modules of the group by their qualified name, in the order in which the model has
@@ -67,9 +77,11 @@ def names_of(groups: Blocks, patterns: str | Sequence[str] | None, argument: str
 
 
 def find_blocks(model: nn.Module) -> Blocks:
-    """Every outermost run of two or more neighbouring children of one class in a ModuleList, a Sequential or
-    a ModuleDict whose keys are numbers, the model included. A group has the name of its container, or
-    "blocks" if that is the model.
+    """The members of the outermost lists, the model included, that have another of their class beside them;
+    or anywhere in the list, if they are layers: made of modules, and no containers. Also layers between those
+    of a Sequential, and all other layers of a ModuleList, or of a ModuleDict whose keys are numbers. A list
+    without two of a class holds blocks if it is a ModuleList of layers, none of which has lists with such. A
+    group has the name of its list, or "blocks" if that is the model.
 
     Raises ValueError, which lists the children, if there is none.
     """
@@ -88,25 +100,61 @@ def find_blocks(model: nn.Module) -> Blocks:
         children = [f"{name} ({type(child).__name__})" for name, child in model.named_children()]
         name_them = f" Name the blocks, such as blocks={_example(model)!r}, or take" if children else " Take"
         raise ValueError(
-            f"{type(model).__name__} has no blocks that can be found: two or more neighbouring children of "
-            f"one class in a ModuleList or Sequential. {_children(children)}.{name_them} "
+            f"{type(model).__name__} has no blocks that can be found: layers in a ModuleList, or two or more "
+            f"of one class in a Sequential. {_children(children)}.{name_them} "
             "mode=True, which needs none: every saved tensor leaves"
         )
     return found
 
 
+def beside_blocks(model: nn.Module, blocks: Blocks) -> list[str]:
+    """Names and classes of what has parameters and is no block in the lists that hold these blocks."""
+    names = [name for named in blocks.values() for name in named]
+    found = []
+    for of in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        for child, module in _members(model.get_submodule(of)).items():
+            name = f"{of}.{child}" if of else child
+            if name not in names and any(True for _ in module.parameters()):
+                found.append(f"{name} ({type(module).__name__})")
+    return found
+
+
 def _run(container: nn.Module) -> dict[str, nn.Module]:
-    """The children of a container that have a neighbour of their own class. A ModuleDict with numbers as
-    keys is a list of which a pipeline stage has a part."""
-    children = list(container.named_children())
-    numbered = isinstance(container, nn.ModuleDict) and all(name.isdigit() for name, _ in children)
-    if not (numbered or isinstance(container, _CONTAINERS)):
-        return {}
-    run: dict[str, nn.Module] = {}
-    for (name, child), (next_name, following) in pairwise(children):
-        if type(child) is type(following):
-            run[name], run[next_name] = child, following
-    return run
+    """The children of a list that are blocks."""
+    members = _members(container)
+    alike, all_of = _alike(members), [*members]
+    layers = [name for name, child in members.items() if _is_layer(child)]
+    if isinstance(container, nn.Sequential):
+        all_of = all_of[all_of.index(alike[0]) : all_of.index(alike[-1])] if alike else []
+    elif not alike and any(_alike(_members(part)) for name in layers for part in members[name].modules()):
+        all_of = []
+    run = {*alike, *(name for name in layers if name in all_of)}
+    return {name: child for name, child in members.items() if name in run}
+
+
+def _members(container: nn.Module) -> dict[str, nn.Module]:
+    """The children of a list. A ModuleDict with numbers as keys is one, of which a pipeline stage has a
+    part."""
+    children = dict(container.named_children())
+    numbered = isinstance(container, nn.ModuleDict) and all(name.isdigit() for name in children)
+    return children if numbered or isinstance(container, _CONTAINERS) else {}
+
+
+def _alike(members: Mapping[str, nn.Module]) -> list[str]:
+    """Those with another of their class beside them, or, of layers, anywhere."""
+    counts = Counter(map(type, members.values()))
+    found = {name for name, child in members.items() if counts[type(child)] > 1 and _is_layer(child)}
+    for (name, child), (next_name, following) in pairwise(members.items()):
+        if type(child) is type(following) and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found |= {name, next_name}
+    return [name for name in members if name in found]
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether it is made of modules, and neither a container nor one module with what an adapter or a
+    parametrization adds."""
+    parts = {name for name, _ in module.named_children()} - {"parametrizations"}
+    return bool(parts) and "base_layer" not in parts and type(module) not in (*_CONTAINERS, nn.ModuleDict)
 
 
 def find_experts(model: nn.Module) -> tuple[list[str], list[str]]:
@@ -240,7 +288,7 @@ def _example(model: nn.Module) -> str | list[str]:
     if first:
         return f"{first.rpartition('.')[0]}.*"
     children = [name for name, _ in model.named_children()]
-    return _patterns_of(model, children[:3]) if children else "layers.*"
+    return _patterns_of(model, children[:_SHOWN]) if children else "layers.*"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -51,6 +51,90 @@ def test_the_model_itself_may_be_the_container() -> None:
         find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
 
 
+class Mixer(nn.Module):
+    """A layer: 32 features from and to, `width` inside."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, width), nn.Linear(width, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
+        return made
+
+
+class Attention(Mixer):
+    def __init__(self) -> None:
+        super().__init__(512)
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Mixer(), Mixer()])
+
+
+class Adapter(nn.Module):
+    """A Linear as peft wraps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer, self.lora_A = nn.Linear(32, 32), nn.Linear(32, 4)
+
+
+M, A = Mixer, Attention
+
+
+def lone() -> nn.ModuleList:
+    return nn.ModuleList([Mixer()])
+
+
+@pytest.mark.parametrize(
+    ("members", "in_list", "in_sequence"),
+    [
+        ([M, M, A, M, M, A], "0 1 2 3 4 5", "0 1 2 3 4 5"),  # Jamba, Zamba
+        ([A, M, A, M], "0 1 2 3", "0 1 2 3"),
+        ([A, M, M], "0 1 2", "1 2"),
+        ([M, A, M, nn.Identity, linear_32 := lambda: nn.Linear(32, 32)], "0 1 2", "0 1 2"),
+        ([M], "0", ""),  # an encoder of one layer
+        ([M, A], "0 1", ""),
+        ([linear_32, nn.GELU, linear_32], "", ""),
+        ([linear_32, linear_32, nn.GELU, linear_32], "0 1", "0 1"),
+        ([Adapter, nn.GELU, Adapter], "", ""),
+        ([lambda: nn.Sequential(nn.Linear(2, 2)), nn.GELU, lambda: nn.Sequential(nn.Linear(2, 2))], "", ""),
+        ([Tower], "0.layers.0 0.layers.1", "0.layers.0 0.layers.1"),
+        ([lone, lone], "0.0 1.0", "0.0 1.0"),  # stages: a list is never called
+    ],
+)
+def test_which_members_of_a_list_are_blocks(
+    members: list[Callable[[], nn.Module]], in_list: str, in_sequence: str
+) -> None:
+    """A layer without a neighbour of its class was none, and nobody said so: 3 of Jamba's 8, and encoders of
+    one layer."""
+    built = [member() for member in members]
+    lists: tuple[nn.Module, ...] = nn.ModuleList(built), nn.Sequential(*built)
+    for model, expected in zip(lists, (in_list, in_sequence), strict=True):
+        try:
+            found = [name for named in find_blocks(model).values() for name in named]
+        except ValueError:
+            found = []
+        assert found == expected.split()
+
+
+def test_layers_of_two_classes_are_all_in_the_report_and_what_is_no_block_is_named() -> None:
+    layers = [Mixer(), Mixer(), Attention(), Mixer(), Mixer(), Attention()]
+    model = nn.Sequential(nn.Linear(32, 32), *layers, nn.Tanh())
+    handle = offload.apply(model, "groups", min_numel=1)
+    assert repr(handle).endswith("blocks: 6 modules, 1 to 6; no block: 0 (Linear)>")
+    model(torch.ones(64, 32)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    # the input of each layer, and what tanh gives to `down`
+    saved_bytes = 64 * 4 * (6 * 32 + 4 * 32 + 2 * 512)
+    assert handle.report().last_step["groups"]["blocks"]["saved_bytes"] == saved_bytes
+    handle.remove()
+    assert "no block" not in repr(offload.apply(model, "groups", [str(at) for at in range(1, 7)]))
+
+
 class Plain(nn.Module):
     def __init__(self, *classes: Callable[[], nn.Module]) -> None:
         super().__init__()
