@@ -163,8 +163,8 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
                 "cur_forward_chunk() returns"
             )
         self._queue.chunks.append(handler)
-        if self.is_warmup and handler not in self._backward_order:
-            self._backward_order.append(handler)
+        if self.is_warmup:
+            self._backward_order.setdefault(handler)
 
     def pop_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler:
         """Advance to the next queued chunk that has a group (of that name) and make it current."""

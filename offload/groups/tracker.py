@@ -70,7 +70,7 @@ class ChunkTracker:
         self._carried: list[tuple[int, SavedChunk]] = []
         self._counts: dict[int, int] = defaultdict(int)
         self._forward_order: list[ChunkGroups] = []
-        self._backward_order: list[ChunkGroups] = []
+        self._backward_order: dict[ChunkGroups, None] = {}
         self._reads = 0
         self._read_bytes = 0  # since the prefetch was pumped last
         self._halves: defaultdict[int, HalfReads] = defaultdict(HalfReads)  # by stage
@@ -265,8 +265,8 @@ class ChunkTracker:
     def _following(self) -> ChunkGroups | None:
         """The chunk that is probably read next, if neither a schedule nor an earlier step tells: the one
         whose forward began last, among those without a backward so far."""
-        unread = [chunk for chunk in self._forward_order if chunk not in self._backward_order]
-        return unread[-1] if unread else None
+        latest_first = reversed(self._forward_order)
+        return next((chunk for chunk in latest_first if chunk not in self._backward_order), None)
 
     def _begin(self, chunk_id: ChunkId, min_elements: int) -> None:
         handler = self._handlers.get(chunk_id)
@@ -336,8 +336,7 @@ class ChunkTracker:
         self._kind = kind
         self._reads = 0
         self._log.clear()
-        if handler not in self._backward_order:
-            self._backward_order.append(handler)
+        self._backward_order.setdefault(handler)
         self._look_ahead()
 
     def _on_read(self, handle: Handle) -> None:
@@ -426,7 +425,7 @@ class ChunkTracker:
         self._coming = []
         self._counts.clear()
         self._forward_order = []
-        self._backward_order = []
+        self._backward_order = {}
 
 
 def _check_backward(kind: str) -> None:

@@ -145,7 +145,7 @@ def _alike(members: Mapping[str, nn.Module]) -> list[str]:
     counts = Counter(map(type, members.values()))
     found = {name for name, child in members.items() if counts[type(child)] > 1 and _is_layer(child)}
     for (name, child), (next_name, following) in pairwise(members.items()):
-        if type(child) is type(following) and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+        if type(child) is type(following) and type(child) not in (nn.ModuleList, nn.ModuleDict):
             found |= {name, next_name}
     return [name for name in members if name in found]
 

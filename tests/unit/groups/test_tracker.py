@@ -150,7 +150,7 @@ def test_queue_by_hand_hands_out_chunks_and_asserts_when_there_are_none(
     pushed = handlers[1]
     assert pushed is not None
     manager.push(pushed)
-    assert manager._backward_order == [handlers[1]]
+    assert [*manager._backward_order] == [handlers[1]]
     assert manager.pop_backward_chunk("of stage 1") is handlers[1]
     init_chunk_handler(3, 0, 1)
     with pytest.raises(
@@ -173,12 +173,12 @@ def test_push_in_warm_up_foretells_the_backward_order_and_later_does_not(
     handler = manager.cur_forward_chunk()
     assert handler is not None
     manager.push(handler)
-    assert manager._backward_order == [handler]
+    assert [*manager._backward_order] == [handler]
     step_end()
     assert not manager.is_warmup
     init_chunk_handler(None, None, 1)
     manager.push(handler)
-    assert manager._backward_order == []
+    assert [*manager._backward_order] == []
 
 
 # -- announced chunks ----------------------------------------------------------------------------------------
