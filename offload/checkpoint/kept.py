@@ -23,7 +23,7 @@ from offload.checkpoint.draws import generator_of
 from offload.errors import OffloadError
 from offload.saved.filters import is_plain, is_wrapper
 from offload.saved.handles import Handle, ModifiedError, Passed, modified
-from offload.saved.hooks import WrapperHandle
+from offload.saved.hooks import WrapperHandle, wrapper_probe
 from offload.transfer.block import DeviceBlock
 
 __all__ = [
@@ -115,17 +115,15 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def version_probe(tensor: torch.Tensor) -> torch.Tensor | None:
     """A tensor that counts versions with `tensor` and holds none of its bytes; None where there is none."""
-    if tensor.is_inference() or isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
-        return None
     if not is_plain(tensor):
-        return WrapperHandle(tensor, _nothing).probe if is_wrapper(tensor) else None
+        with sharing_versions():
+            return wrapper_probe(tensor) if is_wrapper(tensor) else None
+    if tensor.is_inference() or tensor.layout is not torch.strided or tensor.is_quantized:
+        return None
     probe = alias_of(tensor)
-    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    blank = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    probe.data = torch.nested.nested_tensor([blank]) if tensor.is_nested else blank
     return probe
-
-
-def _nothing(tensor: torch.Tensor) -> None:
-    return None
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -319,6 +319,8 @@ class _ProfileMode(CallMode):
         outputs = [part for leaf in tree_leaves(output) for part in plain_parts(leaf)]
         touched = {id(part): part.nbytes for part in (*inputs, *outputs)}
         call.touched_bytes = sum(touched.values())
+        if any(part.is_nested for part in (*inputs, *outputs)):
+            self.only = self.only or "it computes with a strided nested tensor, which has no sizes"
         self._note_collective(func, args, kwargs)
         if draws_by_itself(func, kwargs):
             self.only = self.only or f"{func} draws from a generator of the block's own"

@@ -43,6 +43,7 @@ __all__ = [
     "inside_checkpoint",
     "pair_without_users",
     "users_pair",
+    "wrapper_probe",
 ]
 
 
@@ -199,29 +200,22 @@ class WrapperHandle:
         self.kind = type(tensor)
         self.size = tensor.size()
         self.stride = tensor.stride()
-        members = {name: getattr(tensor, name) for name in names}
+        members = [(name, getattr(tensor, name)) for name in names]
         self.inner = {
-            name: pack(member) if isinstance(member, torch.Tensor) else member
-            for name, member in members.items()
+            name: pack(member) if isinstance(member, torch.Tensor) else member for name, member in members
         }
-        self.probe = _wrapper_probe(
-            tensor, [name for name, member in members.items() if isinstance(member, torch.Tensor)]
-        )
+        self.probe = wrapper_probe(tensor)
         self.version = 0 if self.probe is None else self.probe._version
 
 
-def _wrapper_probe(tensor: torch.Tensor, names: Sequence[str]) -> torch.Tensor | None:
-    """A wrapper that holds no members and shares the version counter: an in-place change does not move the
-    members' own counters."""
+def wrapper_probe(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor that shares the version counter of a wrapper and holds none of its members, whose own counters
+    an in-place change does not move. Its class is asked for nothing: the alias that a class makes may share
+    what holds the members, or be the wrapper itself."""
     if tensor.is_inference():
         return None
-    probe = tensor.detach()
-    try:
-        for name in names:
-            setattr(probe, name, None)
-    except AttributeError:  # they cannot be taken out, and it would hold the bytes
-        return None
-    return probe
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()
 
 
 class _Scopes(threading.local):

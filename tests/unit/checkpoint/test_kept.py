@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from offload import OffloadError
-from offload.checkpoint.kept import KeptCall, RandomStep, alias_of, check_keepable, make_of
+from offload.checkpoint.kept import KeptCall, RandomStep, alias_of, check_keepable, make_of, version_probe
 from offload.saved.handles import Passed
+from offload.transfer.layout import WeakStorage
 
 aten = torch.ops.aten
 
@@ -59,6 +60,21 @@ def test_an_alias_counts_versions_with_its_tensor_and_has_no_history() -> None:
     y.add_(1)
     assert alias._version == y._version == 1
     assert alias.grad_fn is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [None, torch.strided, torch.jagged])
+def test_a_probe_counts_versions_with_its_tensor_and_holds_none_of_its_bytes(layout: Any) -> None:
+    """A strided nested tensor cannot have its bytes taken out as another one's are, and that raised."""
+    parts = [torch.ones(2, 3), torch.ones(4, 3)]
+    x = parts[1] if layout is None else torch.nested.nested_tensor(parts, layout=layout)
+    probe = version_probe(x)
+    assert probe is not None
+    storage = WeakStorage((x if layout is None else x.values()).untyped_storage())
+    x.mul_(2)
+    assert probe._version == x._version == 1
+    del x, parts
+    assert storage.storage() is None
 
 
 def test_what_is_no_tensor_is_given_again_as_it_was() -> None:

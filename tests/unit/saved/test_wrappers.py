@@ -255,6 +255,28 @@ class Opaque(Tensor):
         return Opaque(result) if function is torch.ops.aten.detach.default else result
 
 
+class InDict(Scaled):
+    """Its parts are in a dictionary that its aliases share, under properties; or its alias is itself."""
+
+    parts: dict[str, Tensor]
+    data_part = property(lambda self: self.parts["data"], lambda self, to: self.parts.update(data=to))  # type: ignore[assignment]
+    scale_part = property(lambda self: self.parts["scale"], lambda self, to: self.parts.update(scale=to))  # type: ignore[assignment]
+    is_own_alias = False
+
+    @staticmethod
+    def __new__(cls, data_part: Tensor, scale_part: Tensor, parts: dict[str, Tensor] | None = None) -> InDict:
+        made: InDict = Tensor._make_wrapper_subclass(cls, data_part.size(), dtype=torch.float32)  # type: ignore[attr-defined]
+        made.parts = {"data": data_part, "scale": scale_part} if parts is None else parts
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            (of,) = args
+            return of if cls.is_own_alias else InDict(of.data_part, of.scale_part, of.parts)
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
 class Named(Tensor):
     """A subclass that only adds a name to ordinary bytes."""
 
@@ -274,6 +296,30 @@ def test_the_parts_of_a_wrapper_leave_each_on_its_own() -> None:
     assert_equal_bits([expected], [x.grad])
     assert rig.restored_bytes == ELEMENTS
     del y
+    rig.end()
+
+
+@pytest.mark.parametrize("is_own_alias", [False, True])
+def test_a_wrapper_whose_aliases_share_what_holds_its_parts_keeps_them(
+    monkeypatch: pytest.MonkeyPatch, is_own_alias: bool
+) -> None:
+    """What counts its versions was an alias whose members were set to None, and so were the wrapper's: a
+    quantized weight was gone after the first save of it."""
+    monkeypatch.setattr(InDict, "is_own_alias", is_own_alias)
+    data, scale = torch.randint(-128, 127, (ELEMENTS,), dtype=torch.int8), torch.randn(1)
+    whole = InDict(data, scale)
+    rig = Rig()
+    with rig.group():
+        packed = rig.engine.hooks.pack(whole)
+    assert whole.parts == {"data": data, "scale": scale}
+    rig.leave()
+    storage = WeakStorage(data.untyped_storage())
+    del whole, data
+    assert storage.storage() is None
+    found = rig.engine.hooks.unpack(packed)
+    assert isinstance(found, Scaled)
+    assert torch.equal(found.scale_part, scale)
+    del packed, found
     rig.end()
 
 
@@ -343,4 +389,20 @@ def test_a_jagged_tensor_keeps_its_ragged_size() -> None:
     assert_equal_bits([expected.values()], [found.values()])
     assert rig.restored_bytes == 8 * 4 * 4  # of the sine; x lives
     del y
+    rig.end()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_jagged_tensor_that_was_saved_keeps_its_lengths_and_is_found_out_if_changed() -> None:
+    """Its least and greatest length were gone from it, and padding it gave other sizes: another loss."""
+    x = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(5, 4)], layout=torch.jagged)
+    padded = torch.nested.to_padded_tensor(x, 0.0)
+    rig = Rig()
+    with rig.group():
+        packed = rig.engine.hooks.pack(x)
+    assert torch.equal(torch.nested.to_padded_tensor(x, 0.0), padded)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        rig.engine.hooks.unpack(packed)
+    del packed
     rig.end()
