@@ -52,6 +52,7 @@ from offload.modules.settings import (
     is_adapter,
     is_checkpointing,
     mind_adapters,
+    refuse_shared_caches,
     switch_caches_off,
 )
 from offload.modules.steps import Root, Steps
@@ -483,6 +484,8 @@ def apply(
             f"{type(model).__name__} checkpoints its layers itself, and mode='auto' chooses what to "
             f"recompute; write {checkpoints_off(model)}"
         )
+    if mode in RECOMPUTING:
+        refuse_shared_caches(model)
     total_bytes = argument_bytes(device_total, name="device_total", of_bytes=device_bytes())
     auto = _planner_here(before, total_bytes) if mode == "auto" else None
     limited = _config_for(config, mode, device_limit, host_limit, host_reserve)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any, Final
 
 import torch
 from torch import nn
 
 from offload.config import MODES, Mode
+from offload.errors import OffloadError
 from offload.telemetry.speaker import speaker
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "is_adapter",
     "is_checkpointing",
     "mind_adapters",
+    "refuse_shared_caches",
     "switch_caches_off",
 ]
 
@@ -59,6 +62,10 @@ EXCLUDED: Final[tuple[tuple[str, tuple[Mode, ...], str], ...]] = (
     ("recompute_differs", _all_but(*RECOMPUTING), ", which recomputes nothing; leave it out"),
 )
 """Arguments of `apply`, the modes that each of them excludes, and why, with the next step."""
+
+_SHARED_CACHES = {"num_kv_shared_layers": "shared_kv_states", "recurrent_kv_cache_mode": ""}
+"""Settings of models whose layers share keys and values, and the argument of a forward that hands them on
+beside the cache; "" where none does."""
 
 _HEADS = ("lm_head", "output", "output_layer", "head", "embed_out", "score", "classifier")
 _ADAPTER = ("lora_", "adapter")
@@ -103,6 +110,19 @@ def heads_of(model: nn.Module) -> list[nn.Module]:
     return heads[-1:]
 
 
+def refuse_shared_caches(model: nn.Module) -> None:
+    """OffloadError for a model whose layers compute from what others put into the cache, if that is on."""
+    for config in (getattr(module, "config", None) for module in model.modules()):
+        for name, by in _SHARED_CACHES.items():
+            value = getattr(config, "use_cache", None) is True and getattr(config, name, None)
+            if value and not any(by in signature(type(one).forward).parameters for one in model.modules()):
+                raise OffloadError(
+                    f"{type(model).__name__} has {name}={value!r}: its layers share keys and values through "
+                    "the cache, and recomputed without one they give another loss: use mode='groups' or "
+                    "True; or set use_cache=False of its config before apply(), if that loss is wanted"
+                )
+
+
 def switch_caches_off(model: nn.Module, others: Sequence[Any]) -> list[Any]:
     """A block of transformers appends its keys and values to a cache, and a recompute would append them
     again. others: configs that were changed for other models. Returns those that were changed for this one,
@@ -117,7 +137,8 @@ def switch_caches_off(model: nn.Module, others: Sequence[Any]) -> list[Any]:
     if found:
         logger.warning(
             "%s: use_cache of its config is False until remove(), which sets it to True again, because its "
-            "blocks are recomputed and would fill the cache twice; generate() has its own setting, and a "
+            "blocks are recomputed and would fill the cache twice. Results are those of use_cache=False, "
+            "which set before apply() gives the same without offload; generate() has its own setting, and a "
             "config that is saved before then says so too",
             type(model).__name__,
         )
