@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _StopRecomputationError
 
-from offload.checkpoint.arguments import is_cache, refuse_cache, refuse_written
+from offload.checkpoint.arguments import is_cache, refuse_cache, refuse_nested, refuse_written
 from offload.checkpoint.halves import Reads, SplitCall
 from offload.checkpoint.members import MembersBefore, inner_modules, is_sharded, is_trained
 from offload.checkpoint.net import Sample, Watch, looks_of
@@ -162,6 +162,7 @@ class RecomputedCall:
             return
         if any(leaf is not None for leaf in self._leaves):
             refuse_cache(self._module, self._leaves)
+        refuse_nested(self._module, tensors)
         group = self._manager.input_group(
             HIDDEN_STATES, alone=self._alone, leaves=self._moves, cost=self._cost
         )

@@ -31,6 +31,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
 
+from offload.checkpoint.arguments import Given
 from offload.checkpoint.net import Sample, telling
 from offload.checkpoint.surroundings import Surroundings
 from offload.saved.hooks import Pair, as_it_is, pair_without_users, users_pair
@@ -110,11 +111,11 @@ class _Inputs(torch.autograd.Function):
 
 
 class Region:
-    """One run. again: computes what it saved once more, from tensors like those given to `begin`.
+    """One run. again: computes what it saved once more, from the tensors given to `begin` (arguments.py).
 
     context_fn: of what the run and each recompute are inside, asked at `begin`; None for nothing.
     sample: compares this run with its recomputes; None where nobody does. unlike: called where a recompute
-        saves other tensors, in number or in shape.
+        raises, or saves other tensors, in number or in shape.
     `begin` and `end` are called in one thread, and hooks that are put on in between are taken off in between.
     """
 
@@ -123,13 +124,14 @@ class Region:
         again: Callable[..., object],
         context_fn: Callable[[], Contexts] | None = None,
         sample: Sample | None = None,
-        unlike: Callable[[], None] | None = None,
+        unlike: Callable[[], None] = lambda: None,
     ) -> None:
         self._again = again
         self._sample = sample
         self._unlike = unlike
         self._context_fn = context_fn
         self._context: Contexts | None = None
+        self._given = Given(())
         self._inputs: torch.Tensor | None = None
         self._saves: list[weakref.ref[_Save]] = []
         self._surroundings: Surroundings | None = None
@@ -145,6 +147,7 @@ class Region:
         self._surroundings = Surroundings(tensors)
         self._stops = torch_checkpoint._enable_checkpoint_early_stop is not False
         context = None if self._context_fn is None else self._context_fn()
+        self._given = Given(tensors)
         anchor = torch.empty(0, requires_grad=True)
         self._users = users_pair()
         if self._users is not None:  # it would be shown the inputs, which the recompute needs as they are
@@ -259,8 +262,9 @@ class Region:
             inputs = node.saved_tensors
             _push_hooks(pack if compared is None else telling(compared.add, pack), as_it_is)
             try:
-                with self._surroundings.in_place(context), torch.enable_grad():
-                    self._again(*inputs)
+                given = self._given.again(inputs)
+                with self._surroundings.in_place(context), torch.enable_grad(), given as tensors:
+                    self._again(*tensors)
             except _StopRecomputationError:
                 pass
             finally:
@@ -269,7 +273,7 @@ class Region:
             if compared is not None:
                 compared.ends()
         except BaseException as error:
-            if self._unlike is not None and isinstance(error, CheckpointError):
+            if not isinstance(error, (KeyboardInterrupt, torch.OutOfMemoryError)):
                 self._unlike()
             self._let_go(task)
             raise
