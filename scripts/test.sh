@@ -2,7 +2,7 @@
 # Lint, types and tests, in an environment that it makes itself. Arguments go to pytest: scripts/test.sh -m
 # slow, scripts/test.sh -k groups.
 # --torch VERSION, or --torch newest, comes first: tests alone, with that torch, in an environment of its own.
-# Where nothing follows, those that depend on torch's insides: half of the whole run.
+# Where nothing follows, those that depend on torch's insides, in about half of the time of all.
 # One invariant: the exit status is 0 only if all of them passed; the last line of a good run is pytest's
 # summary.
 set -euo pipefail
@@ -11,7 +11,8 @@ source scripts/env.sh
 
 torch=
 insides=(
-    tests/unit/{checkpoint,saved,pipelining,compile}
+    tests/unit/{checkpoint,saved,pipelining,groups,modules,weights,optim}
+    tests/integration/test_{schedules,compile,compile_around,apply_compile,installed}.py
 )
 if [ "${1:-}" = --torch ]; then
     torch=${2:?--torch needs a version, such as 2.15.0, or newest}

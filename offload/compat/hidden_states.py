@@ -23,6 +23,7 @@ def patch_hidden_states_offload(model: nn.Module | None = None) -> None:
     written again in its recompute. Called again, it does nothing.
 
     model: looked at only. Raises ValueError if a part of its weights is frozen; warns if it has an adapter.
+    Raises OffloadError where this torch saves the input of its checkpoints elsewhere than those tested.
     """
     if model is not None:
         drop_in.check_model(model)
