@@ -7,7 +7,8 @@ receive buffers are.
     2.15         A forward is announced by the context that torch calls around it. torch makes a buffer when
                  it is received into and lets it go with the chunk, so nothing is done about them.
 
-One invariant: `AdaptedStage` is the class of the installed torch, and nothing else here is used by a stage.
+One invariant: a stage asks for no version. `AdaptedStage` is the class of the installed torch; it calls the
+stage's `announced_forward` around each forward, and has `forget_inputs` and `release_received`.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class ContextStage(PipelineStage):
         self._forward_chunk_states[microbatch].input_values.clear()  # type: ignore[attr-defined]
 
     def release_received(self, microbatch: int) -> None:
-        """As below: what a stage on this rank has handed over, which torch keeps if it is not read. What may
-        still be received into stays, and torch raises."""
+        """What a stage on this rank has handed over and nobody has read goes: torch keeps it, and would raise
+        in the next step. What a message may still be written to stays, and torch raises."""
         for info in _received(self, microbatch):
             if self.stage_index_to_group_rank[info.source] == self.group_rank:
                 info.buffer = None
