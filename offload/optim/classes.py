@@ -2,12 +2,13 @@
 treats a tensor.
 
 One invariant: nothing is guessed. Only torch's own Adam and AdamW, exactly, are taken apart; other classes of
-torch get whole tensors of their own and their own state; a class that is not torch's steps all of its
-parameters in one call.
+torch get whole tensors of their own and their own state; a class that is not torch's is made with the
+arguments that were given, and steps all of its parameters in one call.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,11 +23,12 @@ __all__ = [
     "defaults_of",
     "is_elementwise",
     "is_fused_adam",
-    "made_for_cpu",
+    "kernel_named",
     "may_fail_half_way",
     "state_names",
     "step_alone",
     "steps_each_alone",
+    "with_kernel",
 ]
 
 IMPLEMENTATION_KEYS = frozenset({"fused", "foreach", "capturable", "differentiable"})
@@ -58,8 +60,10 @@ def _written(kwargs: Mapping[str, Any]) -> str:
 
 
 def defaults_of(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What the class puts into a param group that says nothing. Raises ValueError for a value that the class
-    refuses."""
+    """What a class of torch puts into a param group that says nothing: another class puts it there itself.
+    Raises ValueError for a value that the class refuses."""
+    if not steps_each_alone(cls):
+        return {}
     try:
         group = cls([torch.zeros(1, 1, device="cpu")], **kwargs).param_groups[0]  # Muon takes matrices only
     except (TypeError, RuntimeError) as error:
@@ -92,22 +96,23 @@ def steps_each_alone(cls: type[Optimizer]) -> bool:
     return cls in _EACH_ALONE
 
 
-def step_alone(optimizer: Optimizer, *closure: Callable[[], Any]) -> Any:
+def step_alone(optimizer: Optimizer, *given: Any, **named: Any) -> Any:
     """A step of an optimizer inside another: without the hooks that are for all optimizers, which the outer
-    one has called (torch.optim.optimizer.register_optimizer_step_pre_hook)."""
+    one has called (torch.optim.optimizer.register_optimizer_step_pre_hook). given, named: the arguments of
+    its step."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
-    arguments = (optimizer, *closure)
     for hook in optimizer._optimizer_step_pre_hooks.values():
-        hook(optimizer, arguments, {})
-    found = _sgd_step(optimizer, step, *closure) if type(optimizer) is torch.optim.SGD else step(*arguments)
+        hook(optimizer, (optimizer, *given), named)
+    call = functools.partial(_sgd_step, step=step) if type(optimizer) is torch.optim.SGD else step
+    found = call(optimizer, *given, **named)
     for post_hook in optimizer._optimizer_step_post_hooks.values():
-        post_hook(optimizer, arguments, {})
+        post_hook(optimizer, (optimizer, *given), named)
     return found
 
 
-def _sgd_step(optimizer: Optimizer, step: Any, *closure: Callable[[], Any]) -> Any:
+def _sgd_step(optimizer: Optimizer, *closure: Callable[[], Any], step: Any) -> Any:
     """A step of SGD, whose fused kernel raises a TypeError where some parameters have momentum and others
     none yet, as those of a layer that was unfrozen: these are stepped first, by a call of their own, while
     the others have no gradient. The closure is called once."""
@@ -152,13 +157,21 @@ def state_names(group: Mapping[str, Any]) -> tuple[str, ...]:
     return MOMENTS if group.get("amsgrad") else MOMENTS[:2]
 
 
-def made_for_cpu(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """`kwargs` with torch's fused CPU kernel asked for, where the class has one and the user did not say how
-    to compute. The fused step is one pass over memory and releases the interpreter's lock; the plain one is a
-    pass for each operation."""
+def kernel_named(values: Mapping[str, Any]) -> str | None:
+    """The kernel that arguments or a param group name: "fused", "foreach" or "loop"; None if torch is to
+    choose. `fused=False`, or `foreach=False`, alone names the loop, as torch takes it."""
+    said = {name: values.get(name) for name in ("fused", "foreach")}
+    chosen = [name for name, value in said.items() if value]
+    return chosen[0] if chosen else "loop" if any(value is not None for value in said.values()) else None
+
+
+def with_kernel(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """`kwargs` with the fused kernel asked for, where a class of torch has one and the user named none. The
+    fused step is one pass over memory and releases the interpreter's lock; the plain one is a pass for each
+    operation."""
     chosen = dict(kwargs)
-    asked = any(kwargs.get(key) for key in ("foreach", "fused", "differentiable", "capturable"))
-    if "fused" in inspect.signature(cls).parameters and not asked and kwargs.get("fused") is None:
+    asked = kernel_named(kwargs) or any(kwargs.get(key) for key in ("differentiable", "capturable"))
+    if steps_each_alone(cls) and "fused" in inspect.signature(cls).parameters and not asked:
         chosen["fused"] = True
     return chosen
 
@@ -167,4 +180,4 @@ def may_fail_half_way(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> bool:
     """Whether a step may raise after it has written: any but torch's fused kernels, which check all they are
     given first."""
     known = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-    return not (cls in known and made_for_cpu(cls, kwargs).get("fused"))
+    return not (cls in known and with_kernel(cls, kwargs).get("fused"))

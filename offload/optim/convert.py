@@ -26,7 +26,7 @@ from offload.optim.fsdp_step import FSDPGPUOptimizerWrapper
 from offload.optim.hybrid import HybridDeviceOptimizer
 from offload.params.home import home_of
 from offload.params.ring import RING_SLOTS
-from offload.params.view import local_of
+from offload.params.view import local_of, trains
 
 __all__ = ["MoveBack", "check_optimizer", "host_and_device_bytes", "move_state_to_host"]
 
@@ -94,6 +94,8 @@ def host_and_device_bytes(
         names = state_names(group)
         flats.update(names)
         for each in group["params"]:
+            if not (trains(each) or optimizer.state.get(each)):
+                continue  # frozen
             local = local_of(each)
             has_home = id(each) in homes or home_of(each) is not None
             numels[local.dtype, has_home] += local.numel()  # they share their buckets

@@ -32,7 +32,7 @@ from offload.optim.entries import UserState
 from offload.optim.groups import UserGroup
 from offload.optim.parts import HostOptions
 from offload.optim.streamed_step import StreamedPart
-from offload.params.view import ParamView, count_write
+from offload.params.view import ParamView, count_write, trains
 
 __all__ = ["FSDPGPUOptimizerWrapper"]
 
@@ -99,7 +99,7 @@ class FSDPGPUOptimizerWrapper(Optimizer):
             raise OffloadError("the wrapper was closed; step the optimizer itself, which has the state")
         known = {id(member.parameter): member for member in self._placed.members}
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        new = [p for p in parameters if id(p) not in known]
+        new = [p for p in parameters if id(p) not in known and (trains(p) or self.optimizer.state.get(p))]
         made = [ParamView(p, self._next + n, self._engine.device, "") for n, p in enumerate(new)]
         for member in made:
             if member.where.type != "cpu":
@@ -110,10 +110,10 @@ class FSDPGPUOptimizerWrapper(Optimizer):
         self._part.add(made)
         self._next += len(made)
         known.update((id(member.parameter), member) for member in made)
-        self._placed.members = [known.pop(id(p)) for p in parameters]
+        self._placed.members = [known.pop(id(p)) for p in parameters if id(p) in known]
         index_of = {id(member.parameter): member.index for member in self._placed.members}
         groups = [
-            UserGroup(group, [index_of[id(p)] for p in group["params"]])
+            UserGroup(group, [index_of[id(p)] for p in group["params"] if id(p) in index_of])
             for group in self.optimizer.param_groups
         ]
         for member in known.values():

@@ -3,7 +3,9 @@
 The optimizers inside step other tensors than the user's, so each needs groups of its own. These are views:
 they have their own tensors and say how their class computes; every other key is read from and written to the
 user's group at once. Where a worker steps while the user may already change the group, the view is of a
-snapshot, taken as the step begins. Only classes that never write into a group are stepped by workers.
+snapshot, taken as the step begins. Only classes that never write into a group are stepped by workers. Of a
+class that is not torch's the list of groups is one object, whoever holds it (SAM's inner optimizer); groups
+that such a class makes itself are its own, and the user's are views of them.
 
 One invariant: between two steps nothing that a group says is kept anywhere else.
 """
@@ -20,9 +22,10 @@ from torch.optim import SGD, Optimizer
 
 from offload.optim.classes import IMPLEMENTATION_KEYS
 
-__all__ = ["UserGroup", "follow_groups", "index_of"]
+__all__ = ["UserGroup", "adopted_groups", "follow_groups", "index_of"]
 
 _OWN = IMPLEMENTATION_KEYS | {"params", "param_names"}
+_TENSORS = frozenset({"params"})
 
 
 if TYPE_CHECKING:
@@ -34,14 +37,16 @@ else:
 
 
 class _View(_Base):
-    """Param group of an optimizer inside, a `dict` to all. of: the user's group, or its snapshot."""
+    """Param group with the values of another one, a `dict` to all. of: the user's group, its snapshot, or one
+    that a class made itself. keys: what is the view's own."""
 
-    def __init__(self, of: dict[str, Any]) -> None:
+    def __init__(self, of: dict[str, Any], keys: frozenset[str] = _OWN) -> None:
         self.of = of
+        self._keys = keys
         self._own: dict[str, Any] = {}
 
     def _home(self, key: str) -> dict[str, Any]:
-        return self._own if key in _OWN else self.of
+        return self._own if key in self._keys else self.of
 
     def __getitem__(self, key: str) -> Any:
         return self._home(key)[key]
@@ -53,7 +58,7 @@ class _View(_Base):
         del self._home(key)[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self._own, *(key for key in self.of if key not in _OWN)])
+        return iter([*self._own, *(key for key in self.of if key not in self._keys)])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -115,34 +120,64 @@ def follow_groups(
     groups: Sequence[UserGroup],
     *,
     live: bool,
+    whole: bool = False,
 ) -> Optimizer:
     """The optimizer, made if there is none, with the user's groups in the user's order over its own tensors.
 
     tensors: what it steps of each parameter, by index. live: its groups are views of the user's, not of their
-        snapshots.
+        snapshots. whole: the class is not torch's, and steps all: groups that it makes stay its own, and
+        views share all but their tensors.
     """
     before: Any = optimizer.param_groups if optimizer is not None else []
-    known: dict[int, _View] = {id(view.of): view for view in before}
-    views: list[_View] = []
+    known = {id(view.of): view for view in before if isinstance(view, _View)}
+    views: list[Any] = []
     for group in groups:
         mine = [tensor for index in group.indices for tensor in tensors.get(index, ())]
         if mine or not group.indices:
             home = group.values if live else group.snapshot
-            view = known.get(id(home)) or _View(home)
-            view["params"] = mine
+            view: Any = home.of if isinstance(home, _View) else known.get(id(home))
+            view = view or _View(home, _TENSORS if whole else _OWN)
+            view.setdefault("params", [])[:] = mine
             views.append(view)
     if optimizer is None:
         optimizer = make(views)
     else:
-        before[:] = [view for view in views if id(view.of) in known]
+        old = set(map(id, before))
+        before[:] = [view for view in views if id(view) in old]
         for view in views:
-            if id(view.of) not in known:
+            if id(view) not in old:
                 optimizer.add_param_group(view)
     for view in views:
         if type(optimizer) is SGD and view["fused"] and any(map(_is_half_on_cpu, view["params"])):
             view["fused"] = False  # up to torch 2.13 that kernel leaves the weights as they are (#191763)
-    optimizer.param_groups = [*views]
+    if not whole or {*map(id, views)} == {*map(id, getattr(optimizer, "param_groups", ()))}:
+        optimizer.param_groups[:] = views
     return optimizer
+
+
+def adopted_groups(
+    optimizer: Optimizer, groups: Sequence[dict[str, Any]], parameters: Mapping[int, Tensor]
+) -> list[dict[str, Any]]:
+    """The user's groups, as a class that steps all has them: a group that it made itself gets a view.
+
+    groups: the user's until now. parameters: the user's, by id of the tensor that is stepped. Raises
+        ValueError where the class has other tensors, or no groups.
+    """
+    mine = getattr(optimizer, "param_groups", [{"params": [None]}])
+    if not parameters.keys() >= {id(tensor) for inner in mine for tensor in inner["params"]}:
+        raise ValueError(
+            f"{type(optimizer).__name__} has no param_groups, or steps tensors that it was not given, as an "
+            "optimizer among its arguments does; use offload_fraction=0"
+        )
+    known = {id(group.of): group for group in groups if isinstance(group, _View)}
+    found: list[dict[str, Any]] = []
+    for inner in mine:
+        if isinstance(inner, _View):
+            found.append(inner.of)
+        else:
+            found.append(view := known.get(id(inner)) or _View(inner, _TENSORS))
+            view.setdefault("params", [])[:] = [parameters[id(tensor)] for tensor in inner["params"]]
+    return found
 
 
 def _is_half_on_cpu(tensor: Tensor) -> bool:

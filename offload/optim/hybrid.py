@@ -22,6 +22,7 @@ error has said why not.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from abc import ABCMeta
 from collections import OrderedDict, defaultdict
@@ -45,9 +46,9 @@ from offload.optim.classes import (
     steps_each_alone,
 )
 from offload.optim.in_place import build_in_place
-from offload.optim.parts import MASTER, HostOptions
+from offload.optim.parts import MASTER, HostOptions, copied
 from offload.optim.placing import Place, Placement, PlacingOptions
-from offload.optim.state import copy_to_host, fill_state, matched, with_class_rules
+from offload.optim.state import copy_to_host, fill_state, matched, paired, with_class_rules
 from offload.optim.step import Overlap, StepRunner, checked_overlap
 from offload.params.view import ParamView, local_of
 from offload.telemetry.speaker import speaker
@@ -58,9 +59,22 @@ logger = speaker(__name__)
 
 _OWN = ("zero_grad", "state_dict", "load_state_dict")
 """Methods of a class that only an optimizer of all parameters can be asked for."""
+_NOTHING = object()
 
 
-class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
+class _MadeInPlace(ABCMeta):
+    """A call of the class gives what its constructor has put in the place of the object, if anything."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        return vars(made).get("_in_place", made)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        return inspect.signature(functools.partial(cls.__init__, None))  # type: ignore[misc]
+
+
+class HybridDeviceOptimizer(Optimizer, metaclass=_MadeInPlace):
     """See the module. The positional arguments, and what they mean, are those of Megatron-core's class of
     this name."""
 
@@ -134,12 +148,15 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         cpu_threads: of the CPU optimizer. None: as many as torch would use on the cores near the device, less
             two.
         """
-        if isinstance(params, nn.Module):
-            raise ValueError(f"params is a {type(params).__name__}; give what its .parameters() returns")
         cpu_cls = cpu_optimizer_cls or gpu_optimizer_cls or AdamW
         gpu_cls = gpu_optimizer_cls or cpu_optimizer_cls or AdamW
         check_fraction("offload_fraction", offload_fraction)
         keeps_all = not offload_fraction and cpu_cls is gpu_cls and not param_update_in_fp32
+        if isinstance(params, nn.Module) and (offload_fraction or steps_each_alone(cpu_cls)):
+            raise ValueError(
+                f"params is a {type(params).__name__}; give what its .parameters() returns, or, to a class "
+                "that takes a module, offload_fraction=0"
+            )
         if keeps_all and max_grad_norm is None and type(self) is HybridDeviceOptimizer:
             checked = checked_overlap(overlap, model, has_workers=True, clips=False)
             cls = checked_class("cpu_optimizer_cls", cpu_cls, kwargs)
@@ -150,8 +167,8 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
                 "overlap_cpu_optimizer_d2h_h2d": overlap_cpu_optimizer_d2h_h2d,
                 "_given_engine": engine,
             }
-            build_in_place(self, cls, params, kwargs, names)
-            HybridDeviceOptimizer.register(type(self))
+            self._in_place = build_in_place(cls, params, kwargs, names)
+            HybridDeviceOptimizer.register(type(self._in_place))
             return
         defaults: dict[str, Any] = {}
         for argument, cls in (("cpu_optimizer_cls", cpu_cls), ("gpu_optimizer_cls", gpu_cls)):
@@ -181,6 +198,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
                     f"{cpu_cls.__name__} and {gpu_cls.__name__} may both write into one param group; give a "
                     "class of torch.optim for one of them, or offload_fraction=1 or 0"
                 )
+        given = params if isinstance(params, Tensor) else list(params)  # which torch refuses by name
         options = PlacingOptions(
             offload_fraction=offload_fraction,
             cpu_share=cpu_share,
@@ -188,6 +206,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
             gpu_cls=gpu_cls,
             kwargs=dict(kwargs),
             cpu_threads=cpu_threads,
+            flat=not (len(given) and isinstance(given[0], dict)),
             host=HostOptions(
                 bucket_bytes=bucket_bytes,
                 pin_grads=pin_cpu_grads,
@@ -214,7 +233,8 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         self.max_grad_norm = max_grad_norm
         self.sub_optimizer_kwargs = dict(kwargs)
         self._classes = [cpu_cls, gpu_cls]
-        super().__init__(params, defaults)
+        self._options = options
+        super().__init__(given, defaults)
         on_gpu = (p.device for group in self.param_groups for p in group["params"] if p.device.type == "cuda")
         self._closes_engine = engine is None
         self.engine = engine if engine is not None else default_engine(str(next(on_gpu, "sim")))
@@ -229,13 +249,16 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
             waits=not overlap_cpu_optimizer_d2h_h2d,
         )
         self.placed: Placement = self._runner.placed
+        if self.placed.sole is not None:
+            self.defaults |= self.placed.sole.defaults
         self._steps = self._runner.steps
         self._end = weakref.finalize(self, self._runner.end)
         self._built = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group. Its parameters are placed after those there are, by the same fraction. Blocks the host
-        for pinning."""
+        for pinning. Raises ValueError for one that names another kernel."""
+        self._options.refuse_kernel(param_group)
         super().add_param_group(param_group)
         if not self._built:
             return
@@ -243,16 +266,20 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
             self._runner.rest()
             self._runner.regroup()
         except BaseException:
-            self.param_groups.pop()
+            self.param_groups[:] = [group for group in self.param_groups if group is not param_group]
             raise
 
     def __getattr__(self, name: str) -> Any:
         """What only the wrapped class has, where one optimizer steps all, as schedule-free's train() and
-        eval(): its methods find the weights of now, and what they write is in the model after."""
+        eval(): its methods and properties find the weights of now, and what they write is in the model
+        after."""
         placed = vars(self).get("placed")
         whole = placed.whole if placed and not name.startswith("_") else None
-        found = getattr(whole.optimizer if whole else None, name, None)
-        if found is None:
+        sole = whole.optimizer if whole else None
+        on_class = inspect.getattr_static(type(sole), name, None)
+        if sole is not None and isinstance(on_class, (property, functools.cached_property)):
+            return self._runner.called(getattr, sole, name)
+        if (found := getattr(sole, name, _NOTHING)) is _NOTHING:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return functools.partial(self._runner.called, found) if callable(found) else found
 
@@ -261,8 +288,8 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         whole = self.placed.whole if self._built else None
         sole = whole.optimizer if whole else None
         theirs = not (name.startswith("_") or name in vars(self) or hasattr(type(self), name))
-        if theirs and hasattr(sole, name):
-            setattr(sole, name, value)
+        if theirs and inspect.getattr_static(sole, name, _NOTHING) is not _NOTHING:
+            self._runner.called(setattr, sole, name, value)
         else:
             super().__setattr__(name, value)
 
@@ -304,9 +331,11 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         return self.placed.members
 
     def place_of(self, parameter: Tensor) -> Place:
-        if (member := self.placed.of.get(id(parameter))) is None:
-            raise ValueError("the tensor is not one of the optimizer's parameters")
-        return self.placed[member]
+        if (member := self.placed.of.get(id(parameter))) is not None:
+            return self.placed[member]
+        if any(p is parameter for group in self.param_groups for p in group["params"]):
+            return Place.FROZEN
+        raise ValueError("the tensor is not one of the optimizer's parameters")
 
     # -- the step --------------------------------------------------------------------------------------------
     @property
@@ -336,14 +365,16 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         return self._runner.last_grad_norm
 
     @untraced
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *given: Any, **named: Any) -> Any:
         """One step of every parameter that has a gradient. closure: evaluated once, before; a class that is
-        not of torch.optim evaluates it itself. Blocks the host while the last step is not yet issued, and
-        with overlap="step" until this one is. Raises OffloadError if a worker failed, or if a gradient cannot
+        not of torch.optim evaluates it itself. given, named: more arguments, for such a class's step. Blocks
+        the host while the last step is not yet issued, and with overlap="step" until this one is. Raises
+        TypeError for arguments without such a class, OffloadError if a worker failed, or if a gradient cannot
         be used, before anything is stepped; CaptureError in a graph under capture, unless nothing is
         offloaded."""
         self._runner.refuse_in_capture("step()")
-        return self._runner.step(self.max_grad_norm, *([closure] if closure is not None else []))
+        first = [closure] if closure is not None or given else []
+        return self._runner.step(self.max_grad_norm, *first, *given, **named)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, total: Tensor | None = None
@@ -446,11 +477,12 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = hook(self, loaded) or loaded
         with self._steps.stepping:
+            pairs = paired(self.param_groups, loaded) if self._own("load_state_dict") is None else []
+            self.placed.loaded |= {id(parameter) for key, parameter in pairs if loaded["state"].get(key)}
             if not self.placed.is_grouped_as(self.param_groups):
                 self._steps.settle()
                 self._runner.regroup()
-            whole, own = self.placed.whole, self._own("load_state_dict")
-            order = matched(self.placed, self.param_groups, loaded) if own is None else {}
+            whole, order = self.placed.whole, matched(self.placed, pairs, loaded)
             self._runner.forget_step()
             if whole is not None and whole.optimizer is not None:
                 self._load_by_class(whole.optimizer, order, loaded)
@@ -463,7 +495,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         self, optimizer: Optimizer, order: Mapping[Any, ParamView], loaded: Mapping[str, Any]
     ) -> None:
         """The class loads a copy itself, where one optimizer steps all."""
-        given = deepcopy({key: value for key, value in loaded.items() if key != "hybrid"})
+        given = copied({key: value for key, value in loaded.items() if key != "hybrid"})
         state = given.get("state", {})
         for key in order.keys() & state.keys():
             state[key] = {
@@ -471,11 +503,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
                 for name, value in state[key].items()
                 if name != MASTER or self.param_update_in_fp32
             }
-        inside = optimizer.param_groups
         self._runner.called(optimizer.load_state_dict, given)
-        for group, new in zip(self.param_groups, optimizer.param_groups, strict=True):
-            _replace(group, new)
-        optimizer.param_groups = inside
         self._runner.state.forget()
         self._runner.regroup()
 
@@ -487,8 +515,8 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         with_class_rules(self._classes, self.param_groups, state, self.defaults)
         self._runner.regroup()
         entries = {self.placed.of[id(parameter)]: entry for parameter, entry in state.items()}
-        others = deepcopy({key: entry for key, entry in loaded["state"].items() if key not in order})
-        self._runner.state.load(entries, others)
+        others = {key: entry for key, entry in loaded["state"].items() if entry and key not in order}
+        self._runner.state.load(entries, deepcopy(others))
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

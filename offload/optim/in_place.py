@@ -7,6 +7,7 @@ runs in them.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -101,7 +102,8 @@ _CLASSES: dict[type[Optimizer], Any] = {}
 
 def _in_place(cls: type[Optimizer]) -> Any:
     if cls not in _CLASSES:
-        _CLASSES[cls] = type(cls.__name__, (cls, InPlace), {"__module__": cls.__module__})
+        _CLASSES[cls] = types.new_class(cls.__name__, (cls, InPlace))
+        _CLASSES[cls].__module__ = cls.__module__
     return _CLASSES[cls]
 
 
@@ -111,10 +113,9 @@ def _unbuilt(cls: type[Optimizer]) -> Any:
 
 
 def build_in_place(
-    optimizer: Any, cls: type[Optimizer], params: Any, kwargs: Mapping[str, Any], names: Mapping[str, Any]
-) -> None:
-    """Make `optimizer`, which has no attributes yet, an object of `cls`, and run that constructor. names:
-    attributes of ours."""
-    optimizer.__class__ = _in_place(cls)
-    optimizer.__init__(params, **kwargs)
-    vars(optimizer).update(names)
+    cls: type[Optimizer], params: Any, kwargs: Mapping[str, Any], names: Mapping[str, Any]
+) -> Any:
+    """An object of `cls`, made by its constructor. names: attributes of ours."""
+    made = _in_place(cls)(params, **kwargs)
+    vars(made).update(names)
+    return made

@@ -19,7 +19,7 @@ from offload.config import check_bytes
 from offload.optim.groups import UserGroup
 from offload.params.view import ParamView, laid_like, local_of, sharded_like
 
-__all__ = ["MASTER", "HostOptions", "Part", "loaded_value", "refuse_incomplete"]
+__all__ = ["MASTER", "HostOptions", "Part", "copied", "loaded_value", "parts_of", "refuse_incomplete"]
 
 MASTER = "master_param"
 """Key of a float32 master in an entry of state."""
@@ -44,17 +44,38 @@ class HostOptions:
         return torch.float32 if self.masters_in_fp32 and half else member.dtype
 
 
+def parts_of(tensor: Any) -> dict[str, Tensor]:
+    """The tensors that a subclass has its values in, by attribute, as quantized state has; none of a plain
+    tensor, or of a DTensor, which computes as one."""
+    is_plain = local_of(tensor) is not tensor or not hasattr(tensor, "__tensor_flatten__")
+    return {} if is_plain else {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+
+
+def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """A copy of a value of state. A tensor subclass in it may have no clone(): its parts have."""
+    memo = {} if memo is None else memo
+    if type(value) is dict:
+        return {key: copied(each, memo) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(copied(each, memo) for each in value)
+    if not isinstance(value, Tensor) or not (parts := parts_of(value)):
+        return deepcopy(value, memo)
+    kind, (_, context) = type(value), value.__tensor_flatten__()  # type: ignore[attr-defined]
+    made = {name: copied(part, memo) for name, part in parts.items()}
+    return kind.__tensor_unflatten__(made, context, value.size(), value.stride())  # type: ignore[attr-defined]
+
+
 def loaded_value(key: Any, value: Any, tensor: Tensor, count_device: torch.device | str) -> Any:
     """A copy of a value of loaded state, as the optimizer of `tensor` would have made it: in the tensor's
     dtype, on its device and with its strides; a count is float32, on `count_device`."""
-    if not isinstance(value, Tensor):
-        return deepcopy(value)
+    if not isinstance(value, Tensor) or parts_of(value):
+        return copied(value)
     if key == "step":
         return value.detach().to(device=count_device, dtype=torch.float32, copy=True)
     local = local_of(tensor)
     dtype = tensor.dtype if value.is_floating_point() else value.dtype
-    copied = local_of(value).detach().to(device=local.device, dtype=dtype, copy=True)
-    return sharded_like(tensor, laid_like(local, copied) if copied.shape == local.shape else copied)
+    made = local_of(value).detach().to(device=local.device, dtype=dtype, copy=True)
+    return sharded_like(tensor, laid_like(local, made) if made.shape == local.shape else made)
 
 
 def refuse_incomplete(member: ParamView, state: Mapping[Any, Any], where: str) -> None:

@@ -16,20 +16,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
 from offload.config import check_fraction
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
-from offload.optim.classes import is_elementwise, is_fused_adam, made_for_cpu, steps_each_alone
+from offload.optim.classes import is_elementwise, is_fused_adam, kernel_named, steps_each_alone, with_kernel
 from offload.optim.cpu_step import CpuPart
-from offload.optim.groups import UserGroup
+from offload.optim.groups import UserGroup, adopted_groups
 from offload.optim.parts import HostOptions
 from offload.optim.ranks import is_split
 from offload.optim.resident import ResidentPart
 from offload.optim.streamed_step import StreamedPart
+from offload.params.home import home_of
 from offload.params.layout import layout_to_json
-from offload.params.view import ParamView, local_of
+from offload.params.view import ParamView, local_of, trains
 
 __all__ = ["Place", "Placement", "PlacingOptions", "choose_offloaded", "choose_places"]
 
@@ -43,6 +44,8 @@ class Place(Enum):
     """On the host, stepped there: gradients and weights go out, weights come back."""
     STREAMED = "streamed"
     """On the host, stepped on the device: state comes in bucket by bucket and goes out again."""
+    FROZEN = "frozen"
+    """Nowhere: the parameter has not trained yet."""
     HOST_RESIDENT = "home"
     """The parameter itself is on the host and the device is elsewhere: stepped where it is. The value is what
     state dicts of version 1 have."""
@@ -88,6 +91,8 @@ class PlacingOptions:
     kwargs: Mapping[str, Any]
     cpu_threads: int | None
     host: HostOptions
+    flat: bool = False
+    """The user gave parameters, not groups."""
 
     def __post_init__(self) -> None:
         check_fraction("offload_fraction", self.offload_fraction)
@@ -110,6 +115,22 @@ class PlacingOptions:
                 "leave it out, or set offload_fraction=0"
             )
 
+    def arguments_of(self, cls: type[Optimizer]) -> dict[str, Any]:
+        """What the class is made with, in each part: one kernel steps all once some state leaves the
+        device."""
+        return with_kernel(cls, self.kwargs) if self.offload_fraction else dict(self.kwargs)
+
+    def refuse_kernel(self, group: Mapping[str, Any]) -> None:
+        """Raises ValueError for a group of a class of torch that names another kernel than all are stepped
+        with."""
+        named, cls = kernel_named(group), self.cpu_cls
+        ours = kernel_named(self.arguments_of(cls))
+        if named not in (None, ours) and steps_each_alone(cls):
+            raise ValueError(
+                f"a param group asks for {cls.__name__}'s {named} kernel, and all groups are stepped with "
+                f"the {ours or 'default'} one: give fused= and foreach= to the constructor, for all"
+            )
+
 
 class Placement:
     """The parts of one optimizer, and which parameter is in which."""
@@ -126,6 +147,10 @@ class Placement:
         self.groups: dict[int, dict[str, Any]] = {}
         """The param group of each parameter that is in one now, by index."""
         self.user_groups: list[UserGroup] = []
+        classes = options.cpu_cls, options.gpu_cls
+        self._waits = all(steps_each_alone(cls) and cls is not Adagrad for cls in classes)
+        self.loaded: set[int] = set()
+        """Parameters of which state was loaded, by id."""
         self._next = 0  # index of the next parameter
         self.places: dict[int, Place] = {}
         """Place of each parameter, by index."""
@@ -133,12 +158,16 @@ class Placement:
         """Called with a parameter that is in no group any more, before its state's memory goes."""
         self._moved = False  # a parameter was found elsewhere since `_sharing_memory` was looked for
         self._sharing_memory: list[tuple[ParamView, ParamView]] = []
-        on_cpu = options.cpu_cls, made_for_cpu(options.cpu_cls, options.kwargs)
-        self.cpu = CpuPart(engine, options.host, *on_cpu)
+        same = options.cpu_cls is options.gpu_cls
+        flat = options.flat if same and not steps_each_alone(options.cpu_cls) else None
+        of_cpu, of_gpu = ((cls, options.arguments_of(cls)) for cls in (options.cpu_cls, options.gpu_cls))
+        self.cpu = CpuPart(engine, options.host, *of_cpu)
         self.streamed = StreamedPart(engine, options.host)
-        one = not options.offload_fraction and options.cpu_cls is options.gpu_cls
-        self.on_gpu = ResidentPart(engine, options.gpu_cls, options.kwargs, options.host, on_host=False)
-        self.on_host = self.on_gpu if one else ResidentPart(engine, *on_cpu, options.host, on_host=True)
+        one = same and not options.offload_fraction
+        self.on_gpu = ResidentPart(engine, *of_gpu, options.host, on_host=False, flat=flat)
+        self.on_host = (
+            self.on_gpu if one else ResidentPart(engine, *of_cpu, options.host, on_host=True, flat=flat)
+        )
         self._parts: dict[Place, CpuPart | StreamedPart | ResidentPart] = {
             Place.CPU: self.cpu if options.host.in_buckets else self.on_host,
             Place.STREAMED: self.streamed,
@@ -160,11 +189,13 @@ class Placement:
         """Whether the very groups, and the parameters in them, are those of the last `regroup`, in the same
         order and with the same moments."""
         return len(groups) == len(self.user_groups) and all(
-            known.values is group
-            and [self.of[id(p)].index if id(p) in self.of else None for p in group["params"]] == known.indices
-            and not known.needs_moments()
+            known.values is group and self._indices(group) == known.indices and not known.needs_moments()
             for known, group in zip(self.user_groups, groups, strict=True)
         )
+
+    def _indices(self, group: Mapping[str, Any]) -> list[int]:
+        """Of the group's parameters that have a place, or are to get one: -1."""
+        return [self.of[id(p)].index if id(p) in self.of else -1 for p in group["params"] if self._counts(p)]
 
     def regroup(self, groups: list[dict[str, Any]], names: Mapping[int, str]) -> list[ParamView]:
         """Place the parameters that are new after those there are, and follow changes of groups; the new ones
@@ -199,19 +230,29 @@ class Placement:
         self.members.extend(members)
         self.of.update((id(member.parameter), member) for member in members)
         with self._engine.lock:
-            stay = [member.parameter for member in members if member.home is None]
+            stay = [p for group in groups for p in group["params"] if home_of(p) is None]
             self._engine.externals.register_parameters(stay)
-        self.user_groups = [
-            UserGroup(group, [self.of[id(p)].index for p in group["params"]]) for group in groups
-        ]
-        self.groups = {index: group.values for group in self.user_groups for index in group.indices}
+        self._note(groups)
         self._moved = True
         self._let_go()
         by_index = {member.index: member for member in self.members}
         self.members = [by_index[index] for index in self.groups]
         for part in self.parts:
             part.regroup(self.user_groups)
+        self.adopt(groups)
         return offloaded
+
+    def _note(self, groups: Sequence[dict[str, Any]]) -> None:
+        """The user's groups are these; frozen parameters are in none of ours."""
+        self.user_groups = [UserGroup(group, self._indices(group)) for group in groups]
+        self.groups = {index: group.values for group in self.user_groups for index in group.indices}
+
+    def adopt(self, groups: list[dict[str, Any]]) -> None:
+        """Have in the user's groups, in place, those that a class which steps all has made itself."""
+        for optimizer, pairs in self.whole.inside() if self.whole is not None else ():
+            parameters = {id(tensor): member.parameter for member, tensor in pairs}
+            groups[:] = adopted_groups(optimizer, groups, parameters)
+            self._note(groups)
 
     def _refuse_whole(self, members: Sequence[ParamView]) -> None:
         """Raises ValueError for a streamed weight of which the class would be given a copy."""
@@ -266,10 +307,17 @@ class Placement:
         """The optimizers whose classes keep the state themselves, and what each steps of which parameter."""
         return [found for part in self.parts for found in part.inside()]
 
+    def _counts(self, parameter: Tensor) -> bool:
+        """Whether the parameter has a place. One that is frozen gets it once it trains, has a gradient or
+        state is loaded for it; but Adagrad makes state of all as it is made, and others may look at all."""
+        found = id(parameter) in self.of or id(parameter) in self.loaded
+        return found or not self._waits or trains(parameter)
+
     def _accepted(self, groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> list[ParamView]:
         device = self._engine.device
         members: list[ParamView] = []
-        for parameter in (p for group in groups for p in group["params"] if id(p) not in self.of):
+        new = (p for group in groups for p in group["params"] if id(p) not in self.of and self._counts(p))
+        for parameter in new:
             index = self._next + len(members)
             member = ParamView(parameter, index, device, names.get(id(parameter), ""))
             here = member.home is not None or device.owns(local_of(parameter).detach())
@@ -291,12 +339,12 @@ class Placement:
         """What can be streamed is streamed: W4 alone took 236.8 ms (1.08 of the bound) at share 0, and 282.9
         to 304.6 ms at shares of 0.4 to 0.6 (docs/log.md)."""
         options = self._options
-        plain = not any(options.kwargs.get(key) for key in ("foreach", "differentiable"))
+        plain = with_kernel(options.cpu_cls, options.kwargs).get("fused")
         if not (plain and is_fused_adam(options.cpu_cls) and options.gpu_cls is options.cpu_cls):
             if options.cpu_share not in (None, 1.0) and options.offload_fraction:
                 raise ValueError(
                     f"cpu_share is {options.cpu_share}, but only torch's Adam and AdamW, the same on both "
-                    "sides and not foreach, can be streamed; use one of them, or cpu_share=1"
+                    "sides and with its fused kernel, can be streamed; use one of them, or cpu_share=1"
                 )
             return 1.0
         return float(options.cpu_share or 0.0)

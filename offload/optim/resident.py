@@ -26,13 +26,12 @@ given a tensor other memory (`p.data = ...`), that tensor alone is copied by tor
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from copy import copy, deepcopy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offload.device import CopyPair
@@ -42,7 +41,8 @@ from offload.ids import Owner
 from offload.optim.classes import step_alone, steps_each_alone
 from offload.optim.cpu_step import CpuPart, as_bytes
 from offload.optim.groups import UserGroup, follow_groups
-from offload.optim.parts import HostOptions, Part
+from offload.optim.parts import HostOptions, Part, parts_of
+from offload.optim.undo import undone_on_error
 from offload.params.view import ParamView, count_write, laid_like, local_of, update_master
 
 __all__ = ["ResidentPart"]
@@ -50,7 +50,8 @@ __all__ = ["ResidentPart"]
 
 class ResidentPart(Part):
     """One optimizer over whole tensors. on_host: parameters of the device are stepped as copies on the
-    host."""
+    host. flat: whether the user gave parameters, not groups, to a class that steps all and is not torch's;
+    else None."""
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class ResidentPart(Part):
         options: HostOptions,
         *,
         on_host: bool,
+        flat: bool | None,
     ) -> None:
         super().__init__()
         self._device = engine.device
@@ -69,6 +71,7 @@ class ResidentPart(Part):
         self._new_optimizer: Callable[..., Optimizer] = functools.partial(cls, **kwargs)
         self._options = options
         self._on_host = on_host
+        self._flat = flat
         self._may_write_all = not steps_each_alone(cls)
         self.optimizer: Optimizer | None = None
         self.undone = False
@@ -91,6 +94,10 @@ class ResidentPart(Part):
                 inner = member.shaped(flats[0]).data.copy_(local_of(inner).detach())
             elif dtype != member.dtype:
                 inner = inner.detach().to(dtype, copy=True)
+            if inner is not member.parameter:  # a class may ask for all of these
+                inner = nn.Parameter(inner, member.parameter.requires_grad)
+                said = vars(member.parameter).items()
+                vars(inner).update({k: v for k, v in said if k[0] != "_" and k != "decoupled_grad"})
             self._inner[member.index] = inner
 
     def _lies_flat(self, member: ParamView) -> bool:
@@ -105,7 +112,15 @@ class ResidentPart(Part):
     def regroup(self, groups: Sequence[UserGroup]) -> None:
         if self._inner:
             tensors = {index: [inner] for index, inner in self._inner.items()}
-            self.optimizer = follow_groups(self.optimizer, self._new_optimizer, tensors, groups, live=True)
+            make, whole = self._as_alone, self._flat is not None
+            self.optimizer = follow_groups(self.optimizer, make, tensors, groups, live=True, whole=whole)
+
+    def _as_alone(self, views: list[Any]) -> Optimizer:
+        """The optimizer, made with what the user gave: parameters or groups, with or without names."""
+        for view in views if self._flat is not None else ():
+            if "param_names" in view:
+                view["params"] = list(zip(view["param_names"], view["params"], strict=True))
+        return self._new_optimizer(views[0]["params"] if self._flat else views)
 
     def has_master(self, member: ParamView) -> bool:
         return self._inner[member.index].dtype != member.dtype
@@ -116,7 +131,15 @@ class ResidentPart(Part):
     @torch.no_grad()
     def fetch(self, gradients: Mapping[int, Tensor]) -> None:
         """Give the class's tensors the model's weights and these gradients, by parameter; one that is missing
-        is None. Blocks the host for what is on a device. Order: [Order: whole out]."""
+        is None. Blocks the host for what is on a device. Raises OffloadError for one with a graph. Order:
+        [Order: whole out]."""
+        for index in gradients.keys() & self._flats.keys() if self._may_write_all else ():
+            if gradients[index].grad_fn is not None:
+                raise OffloadError(
+                    f"the gradient of {self.members[index]} has a graph (create_graph=True), and "
+                    f"{type(self.optimizer).__name__} would be given a copy on the host, which has none; use "
+                    "offload_fraction=0"
+                )
         pairs: list[CopyPair] = []
         masters: list[ParamView] = []
         for index, inner in self._inner.items():
@@ -189,9 +212,9 @@ class ResidentPart(Part):
             for to, _ in pairs:
                 device.note_read(device.compute, to)
 
-    def step(self, fetch: Callable[[], None], *closure: Callable[[], Any], atomic: bool) -> Any:
-        """What the class's step returns, after `fetch`, which calls that of this part. atomic: an error in it
-        leaves weights and state as they were."""
+    def step(self, fetch: Callable[[], None], *given: Any, atomic: bool, **named: Any) -> Any:
+        """What the class's step returns, after `fetch`, which calls that of this part. given, named: its
+        arguments, a closure first. atomic: an error in it leaves weights and state as they were."""
         assert self.optimizer is not None
         errors: list[BaseException] = []
 
@@ -199,7 +222,7 @@ class ResidentPart(Part):
             try:
                 self.give_back()
                 try:
-                    loss = closure[0]()
+                    loss = given[0]()
                 except BaseException as error:
                     errors.append(error)
                     raise
@@ -214,7 +237,8 @@ class ResidentPart(Part):
         fetch()
         try:
             with undone_on_error(self.optimizer, errors) if atomic else nullcontext():
-                found = step_alone(self.optimizer, *([evaluate] if closure else []))
+                first = [evaluate] if given and callable(given[0]) else given[:1]
+                found = step_alone(self.optimizer, *first, *given[1:], **named)
         except BaseException:
             self.give_back()
             with torch.no_grad():  # of all: a closure's weights may be in the model
@@ -255,44 +279,7 @@ class ResidentPart(Part):
         entry = self.optimizer.state.pop(inner, {}) if self.optimizer is not None else {}
         if (flats := self._flats.pop(member.index, None)) is not None:
             for value in entry.values():  # the entry is the user's, and may have taken the weights' memory
-                if isinstance(value, Tensor) and value.data_ptr() == flats[0].data_ptr():
-                    value.set_(value.clone())  # type: ignore[call-overload]
+                is_plain = isinstance(value, Tensor) and not parts_of(value)
+                if is_plain and value.data_ptr() == flats[0].data_ptr():
+                    value.set_(value.clone())
             self.memory.forget(member)
-
-
-@contextmanager
-def undone_on_error(optimizer: Optimizer, not_ours: Sequence[BaseException]) -> Iterator[None]:
-    """The optimizer steps all or nothing: an exception puts back weights, state and groups. An error that is
-    not the closure's is raised as an OffloadError. not_ours: what the closure has raised."""
-    groups = optimizer.param_groups
-    said = deepcopy([{key: value for key, value in group.items() if key != "params"} for group in groups])
-    leaves = [leaf for group in groups for leaf in group["params"]]
-    state = dict(optimizer.state)
-    entries = [(entry, {**entry}) for entry in state.values() if isinstance(entry, dict)]
-    for _, before in entries:  # somebody may hold the entry and its tensors, and no more
-        before.update({key: copy(value) for key, value in before.items() if not isinstance(value, Tensor)})
-    values = [value for _, before in entries for value in before.values() if isinstance(value, Tensor)]
-    copies = [(tensor, tensor.data, tensor.clone()) for tensor in (*leaves, *values)]
-    try:
-        yield
-    except BaseException as error:
-        with torch.no_grad():
-            for tensor, memory, saved in copies:  # which the class may have exchanged
-                if local_of(tensor).data_ptr() != local_of(memory).data_ptr():
-                    tensor.data = memory
-                tensor.copy_(saved)
-        for entry, before in entries:
-            entry.clear()
-            entry.update(before)
-        optimizer.state.clear()
-        optimizer.state.update(state)
-        for group, values_before in zip(groups, said, strict=True):
-            for key in group.keys() - values_before.keys() - {"params"}:
-                del group[key]
-            group.update(values_before)
-        if not isinstance(error, Exception) or any(error is each for each in not_ours):
-            raise
-        raise OffloadError(
-            f"the step failed in {type(optimizer).__name__} ({type(error).__name__}: {error}); weights "
-            "and state are those of the last whole step"
-        ) from error

@@ -12,7 +12,6 @@ One invariant: what is loaded is checked whole, names and shapes, before the fir
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from itertools import chain
 from typing import Any
 
@@ -22,12 +21,12 @@ from torch.optim import Optimizer
 
 from offload.optim.classes import step_alone
 from offload.optim.entries import MASTER
-from offload.optim.parts import refuse_incomplete
+from offload.optim.parts import copied, refuse_incomplete
 from offload.optim.placing import Placement
 from offload.params.home import home_of
 from offload.params.view import ParamView, local_of, sharded_like
 
-__all__ = ["copy_to_host", "fill_state", "matched", "with_class_rules"]
+__all__ = ["copy_to_host", "fill_state", "matched", "paired", "with_class_rules"]
 
 SHAPED = (MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 """State that has the shape of its parameter."""
@@ -44,16 +43,14 @@ def copy_to_host(placed: Placement, groups: Sequence[Mapping[str, Any]], state: 
 
 def _copy(parameter: Tensor, key: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
-        return deepcopy(value)
-    copied = local_of(value).detach().to("cpu", copy=True)
-    return copied if key == "step" else sharded_like(parameter, copied)
+        return copied(value)
+    local = local_of(value).detach()
+    made = copied(local) if local.device.type == "cpu" else local.to("cpu")
+    return made if key == "step" else sharded_like(parameter, made)
 
 
-def matched(
-    placed: Placement, groups: Sequence[Mapping[str, Any]], loaded: Mapping[str, Any]
-) -> dict[Any, ParamView]:
-    """Saved keys and the parameters they belong to. Raises ValueError for the state dict of another model or
-    class."""
+def paired(groups: Sequence[Mapping[str, Any]], loaded: Mapping[str, Any]) -> list[tuple[Any, Tensor]]:
+    """Saved keys and the parameters they belong to. Raises ValueError for the state dict of another model."""
     for key in ("state", "param_groups"):
         if key not in loaded:
             raise ValueError(
@@ -74,7 +71,15 @@ def matched(
             )
     keys = chain.from_iterable(group["params"] for group in saved)
     mine = chain.from_iterable(group["params"] for group in groups)
-    order = {key: placed.of[id(parameter)] for key, parameter in zip(keys, mine, strict=True)}
+    return list(zip(keys, mine, strict=True))
+
+
+def matched(
+    placed: Placement, pairs: Sequence[tuple[Any, Tensor]], loaded: Mapping[str, Any]
+) -> dict[Any, ParamView]:
+    """Saved keys and parameters, but of those that are frozen. Raises ValueError for the state dict of
+    another model or class."""
+    order = {key: placed.of[id(parameter)] for key, parameter in pairs if id(parameter) in placed.of}
     for key, member in order.items():
         state = loaded["state"].get(key, {})
         for name, value in state.items() if placed.sole is None else ():  # else the class knows its shapes

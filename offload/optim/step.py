@@ -214,19 +214,21 @@ class StepRunner(Client):
         self.placed.refuse_shared_memory()
         self.placed.refresh()
 
-    def step(self, max_grad_norm: float | None, *closure: Callable[[], Any]) -> Any:
-        """See HybridDeviceOptimizer.step. max_grad_norm: None does not clip."""
+    def step(self, max_grad_norm: float | None, *given: Any, **named: Any) -> Any:
+        """See HybridDeviceOptimizer.step. max_grad_norm: None does not clip. given: a closure first."""
         loss, whole = None, self.placed.whole
-        if closure and whole is None:
+        if whole is None and (given[1:] or named):
+            raise TypeError(f"step() takes a closure alone here, not {(*given[1:], *named)}")
+        if given and whole is None:
             with torch.enable_grad():
-                loss = closure[0]()
-        sees = None if closure and whole is not None else self._engine.on_phase  # its closure runs a backward
+                loss = given[0]()
+        sees = None if given and whole is not None else self._engine.on_phase  # its closure runs a backward
         if sees is not None:
             sees(Phase.OPTIMIZER)
         try:
             with self.steps.stepping:
                 if whole is not None:
-                    return self._step_whole(whole, max_grad_norm, *closure)
+                    return self._step_whole(whole, max_grad_norm, *given, **named)
                 with torch.no_grad():
                     self._step(max_grad_norm)
             return loss
@@ -246,11 +248,10 @@ class StepRunner(Client):
                 return method(*arguments, **keywords)
             finally:
                 whole.give_back()
+                self.placed.adopt(self._groups())
                 self.state.note_step()
 
-    def _step_whole(
-        self, whole: ResidentPart, max_grad_norm: float | None, *closure: Callable[[], Any]
-    ) -> Any:
+    def _step_whole(self, whole: ResidentPart, max_grad_norm: float | None, *given: Any, **named: Any) -> Any:
         """The class's own step, as it is alone, closure and all."""
 
         @torch.no_grad()
@@ -263,7 +264,7 @@ class StepRunner(Client):
         def evaluate() -> Any:
             self.steps.torn = False  # whoever looks finds all in its place
             self.state.note_step()
-            loss = closure[0]()
+            loss = given[0]()
             if self.state.is_looked_at:
                 self.state.take_over()
             self.state.note_step()
@@ -273,7 +274,8 @@ class StepRunner(Client):
             self._begin()
         self.state.note_step()
         try:
-            found = whole.step(fetch, *([evaluate] if closure else []), atomic=self._atomic)
+            first = [evaluate] if given and callable(given[0]) else given[:1]
+            found = whole.step(fetch, *first, *given[1:], atomic=self._atomic, **named)
         except BaseException as error:
             self.steps.torn &= not (whole.undone or isinstance(error, Exception))
             raise

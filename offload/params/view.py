@@ -21,10 +21,12 @@ __all__ = [
     "ParamView",
     "count_write",
     "is_laid_out_as",
+    "is_writable",
     "laid_like",
     "laid_out_as",
     "local_of",
     "sharded_like",
+    "trains",
     "update_master",
 ]
 
@@ -49,6 +51,17 @@ def laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
         return gradient
     found: Tensor = gradient.detach().redistribute(parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
     return found
+
+
+def _gradient_of(parameter: Tensor) -> Tensor | None:
+    """`decoupled_grad` where there is one, else `grad`."""
+    decoupled = getattr(parameter, "decoupled_grad", None)
+    return decoupled if decoupled is not None else parameter.grad
+
+
+def trains(parameter: Tensor) -> bool:
+    """Whether an optimizer's step may step it: it gets gradients, or was given one."""
+    return parameter.requires_grad or _gradient_of(parameter) is not None
 
 
 class ParamView:
@@ -160,8 +173,7 @@ class ParamView:
     @property
     def gradient(self) -> Tensor | None:
         """`decoupled_grad` where there is one, else `grad`."""
-        decoupled = getattr(self.parameter, "decoupled_grad", None)
-        return decoupled if decoupled is not None else self.parameter.grad
+        return _gradient_of(self.parameter)
 
     @gradient.setter
     def gradient(self, gradient: Tensor) -> None:
@@ -176,7 +188,7 @@ class ParamView:
             self.parameter.grad = None
         elif own is None:
             self.parameter.grad = sharded_like(self.parameter, local_of(values).to(self.where, self.dtype))
-        elif is_laid_out_as(self.parameter, own) and _is_writable(local_of(own)):
+        elif is_laid_out_as(self.parameter, own) and is_writable(local_of(own)):
             local_of(own).copy_(local_of(values))
 
     def lent_gradient(self, gradient: Tensor, returned: Callable[[], None]) -> Tensor | None:
@@ -258,5 +270,5 @@ def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
     return DTensor(value, replace(parameter._spec, tensor_meta=meta), requires_grad=False)
 
 
-def _is_writable(tensor: Tensor) -> bool:
+def is_writable(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) != 1

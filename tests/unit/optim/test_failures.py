@@ -89,7 +89,7 @@ def test_parameters_that_cannot_be_stepped_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"params is a Linear; give what its \.parameters\(\) returns"):
         HybridDeviceOptimizer(nn.Linear(1, 1), lr=0.1)
     with pytest.raises(ValueError, match=r"parameter 0 .* is not of a floating-point type"):
-        HybridDeviceOptimizer([torch.zeros(3, dtype=torch.int32)], 1.0, lr=0.1)
+        HybridDeviceOptimizer([torch.zeros(3, dtype=torch.int32)], 1.0, torch.optim.Adagrad, lr=0.1)
     with pytest.raises(ValueError, match=r"parameter 0 .* is on meta, and the optimizer's device is sim"):
         HybridDeviceOptimizer([nn.Parameter(torch.zeros(3, device="meta"))], 1.0, lr=0.1)
 
