@@ -42,7 +42,6 @@ class Placed(Protocol):
     """The parameters in the groups, and the parts that have their state; see Placement."""
 
     members: list[ParamView]
-    groups: dict[int, dict[str, Any]]
 
     @property
     def sole(self) -> Optimizer | None: ...
@@ -100,10 +99,14 @@ class UserState:
     def load(self, entries: Mapping[ParamView, Mapping[Any, Any]], others: Mapping[Any, Any]) -> None:
         """Replace all state by copies of these entries, and of what is of no parameter."""
         inside = {member.index: tensor for _, tensors in self._placed.inside() for member, tensor in tensors}
+        inner = [group for optimizer, _ in self._placed.inside() for group in optimizer.param_groups]
+        group_of = {id(tensor): group for group in inner for tensor in group["params"]}
         self.all, self._is_shown, self.is_looked_at = defaultdict(dict, others), True, True
         for member, entry in entries.items():
             homes, tensor = self._homes(member), inside.get(member.index, member.parameter)
-            group = self._placed.groups[member.index]
+            group = group_of.get(
+                id(tensor), {}
+            )  # whose kernel may be another one than the user's group names
             counts = tensor.device if group.get("fused") or group.get("capturable") else "cpu"
             self.all[member.parameter] = {
                 key: value if key in homes else loaded_value(key, value, tensor, counts)

@@ -206,7 +206,6 @@ class _Placed:
 
     def __init__(self, part: StreamedPart) -> None:
         self.members: list[ParamView] = []
-        self.groups: dict[int, dict[str, Any]] = {}
         self._part = part
 
     def part_of(self, member: ParamView) -> StreamedPart:

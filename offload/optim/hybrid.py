@@ -104,14 +104,15 @@ class HybridDeviceOptimizer(Optimizer, metaclass=_MadeInPlace):
         """Build the host side: pins its memory, which blocks the host. Raises ValueError or HostBudgetError
         before anything has moved.
 
-        offload_fraction: share of the elements whose state leaves the device, in order. 0, with one class, no
-            masters and no max_grad_norm: the object is one of the class itself, by multiple inheritance
-            (in_place.py), and other arguments do nothing; `decoupled_grad` is not read. Objects of a subclass
-            of this class are not.
+        offload_fraction: share of the elements that train whose state leaves the device, in order. 0, with
+            one class, no masters and no max_grad_norm: the object is one of the class itself, by multiple
+            inheritance (in_place.py), and other arguments do nothing; `decoupled_grad` is not read. Objects
+            of a subclass of this class are not.
         cpu_optimizer_cls, gpu_optimizer_cls: None is the other one, or torch.optim.AdamW. kwargs go to both.
-            A class that is not of torch.optim may look at all parameters at once: it is one optimizer,
-            without overlap, and where only a part would leave all state does. It is called as it is alone,
-            but for two classes, each of which only steps its share.
+            Above offload_fraction=0 all parts of a class of torch.optim have one kernel: that of `fused=` or
+            `foreach=`, else the fused one. A class that is not of torch.optim may look at all parameters at
+            once: it is one optimizer, without overlap, and where only a part would leave all state does. It
+            is made and called as it is alone, but for two classes, each of which only steps its share.
         param_update_in_fp32: float32 masters of bf16 and fp16 parameters, in every place. Where rounding a
             master does not give the weight's bits, the weight counts.
         pin_cpu_grads, pin_cpu_params: False takes pageable memory: its copies block the thread that issues

@@ -400,6 +400,7 @@ class Ungrouped(Optimizer):
         self.defaults: dict[str, Any] = {}
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
 def test_what_a_class_cannot_be_given_is_refused_by_name() -> None:
     model = net()
     optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, Momentum)
