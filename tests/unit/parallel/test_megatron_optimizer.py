@@ -288,8 +288,8 @@ def test_a_param_group_that_comes_later_joins_with_the_step_values_only() -> Non
     assert "offload_fraction" not in optimizer.param_groups[1]
     assert optimizer.param_groups[1]["lr"] == 1e-2
     steps(optimizer, given, range(1, 2))
-    with pytest.raises(ValueError, match="floating-point"):
-        optimizer.add_param_group({"params": [torch.zeros(3, dtype=torch.int32)]})
+    with pytest.raises(ValueError, match="is on meta"):
+        optimizer.add_param_group({"params": [torch.zeros(3, device="meta", requires_grad=True)]})
     assert len(optimizer.param_groups) == 2
     steps(optimizer, given, range(2, 3))
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import offload
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
+from offload.optim.placing import Place
 from offload.weights.weight import Weight
 from tests.inside import impose
 from tests.optim_pair import EXECUTORS, OVERLAPS, Overlap
@@ -524,8 +525,12 @@ def test_int8_weights_are_left_out() -> None:
         engine = pair.stream._engine
         pair.handle.remove()
         handle = offload.apply(pair.model, weights="host", quantize="int8")
+        optimizer = HybridDeviceOptimizer(pair.model.parameters(), 1.0, engine=engine)
+        assert optimizer.place_of(next(pair.model.parameters())) is Place.FROZEN
+        assert not optimizer.host_bytes
+        optimizer.close()
         with pytest.raises(ValueError, match="waits on the host in INT8"):
-            HybridDeviceOptimizer(pair.model.parameters(), 1.0, engine=engine)
+            HybridDeviceOptimizer(pair.model.parameters(), 1.0, Adagrad, engine=engine)
         handle.remove()
         pair.model.load_state_dict(pair.plain.state_dict())
 
