@@ -122,10 +122,10 @@ class PlacingOptions:
 
     def refuse_kernel(self, group: Mapping[str, Any]) -> None:
         """Raises ValueError for a group of a class of torch that names another kernel than all are stepped
-        with."""
+        with once some state leaves the device."""
         named, cls = kernel_named(group), self.cpu_cls
         ours = kernel_named(self.arguments_of(cls))
-        if named not in (None, ours) and steps_each_alone(cls):
+        if self.offload_fraction and named not in (None, ours) and steps_each_alone(cls):
             raise ValueError(
                 f"a param group asks for {cls.__name__}'s {named} kernel, and all groups are stepped with "
                 f"the {ours or 'default'} one: give fused= and foreach= to the constructor, for all"
