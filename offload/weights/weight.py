@@ -364,6 +364,8 @@ class HostValue(Watched):
             args = (untouched(Tensor.detach, args[:1], {}), *args[1:])
         if func in (Tensor.cpu, Tensor.__deepcopy__):
             return untouched(Tensor.clone, args[:1], {})
+        if func is Tensor.detach:  # no view: as a Parameter's `_base` it would hold the host's bytes
+            return untouched(Tensor._make_subclass, (cls, args[0]), {})
         result = untouched(func, args, kwargs)
         if func is Tensor.to and result is args[0]:  # on a GPU that is so where no device is named
             named = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, (str, torch.device, Tensor))]
