@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from offload.checkpoint.kept import storages_of
+from offload.checkpoint.members import no_hooks_added
 from offload.errors import OffloadError
 from offload.saved.filters import is_wrapper
 
@@ -37,7 +38,7 @@ class Given:
     @contextmanager
     def again(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """tensors: what autograd gives for them now. Yields what a recompute is given. At the end all have
-        the attributes that they were found with."""
+        the attributes and hooks that they were found with."""
         given = [_object_of(*pair) for pair in zip(self._objects, tensors, strict=True)]
         changed = [
             (tensor, wanted, vars(tensor))
@@ -47,7 +48,8 @@ class Given:
         try:
             for tensor, wanted, _ in changed:
                 tensor.__dict__ = dict(wanted)
-            yield given
+            with no_hooks_added(given):
+                yield given
         finally:
             for tensor, _, found in changed:
                 tensor.__dict__ = found

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from offload.checkpoint.buffers import BuffersBefore
 from offload.saved.filters import is_dtensor
 
-__all__ = ["MembersBefore", "has_lazy", "inner_modules", "is_sharded", "is_trained"]
+__all__ = ["MembersBefore", "has_lazy", "inner_modules", "is_sharded", "is_trained", "no_hooks_added"]
 
 _values: Any = dict.values
 
@@ -53,6 +53,20 @@ def is_trained(modules: Sequence[nn.Module]) -> bool:
         for owner in modules
         for parameter in owner._parameters.values()
     )
+
+
+@contextmanager
+def no_hooks_added(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Take off the gradient hooks that a recompute puts on these tensors: its forward has put them on, and
+    torch would run both, also where a tensor is another one of the same node of autograd."""
+    before = [set(tensor._backward_hooks or ()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, known in zip(tensors, before, strict=True):
+            hooks: Any = tensor._backward_hooks or {}
+            for key in hooks.keys() - known:
+                del hooks[key]
 
 
 def is_sharded(modules: Sequence[nn.Module]) -> bool:
@@ -138,7 +152,7 @@ class MembersBefore:
             self._require(self._requires, required)
             if found is not self._before:
                 _put(places, self._before)
-            with self._buffers.in_place():
+            with self._buffers.in_place(), no_hooks_added(self._parameters):
                 yield
         finally:
             self._require(required, self._requires)

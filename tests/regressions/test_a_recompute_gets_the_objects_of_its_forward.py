@@ -97,6 +97,28 @@ def test_an_argument_that_stays_is_the_same_object_in_the_recompute(mode: Any) -
     assert_beside(Caching, squared, mode)
 
 
+class Hooking(nn.Module):
+    """Hooks scale gradients: each forward puts one on the input, and the first one on a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.is_hooked = nn.Linear(WIDTH, WIDTH), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_hooked:
+            self.a.weight.register_hook(lambda grad: grad * 0.5)
+            self.is_hooked = True
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad * 1.5)
+        return x + torch.tanh(self.a(x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hook_that_a_block_puts_on_a_tensor_runs_once(mode: Any) -> None:
+    """A recompute put it on again: on the object, or on another tensor of the same node of autograd."""
+    assert_beside(lambda: nn.Sequential(*(Hooking() for _ in range(3))), squared, mode)
+
+
 @pytest.mark.parametrize("mode", ["checkpoint", "hidden_states"])
 def test_a_forward_whose_backward_never_runs_holds_neither_inputs_nor_their_attributes(mode: Any) -> None:
     """What stays is held as the object that it is, with its graph, whose nodes come before the block's."""
