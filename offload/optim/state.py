@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from offload.optim.classes import step_alone
 from offload.optim.entries import MASTER
-from offload.optim.parts import copied, refuse_incomplete
+from offload.optim.parts import copied, parts_of, refuse_incomplete
 from offload.optim.placing import Placement
 from offload.params.home import home_of
 from offload.params.view import ParamView, local_of, sharded_like
@@ -45,7 +45,8 @@ def _copy(parameter: Tensor, key: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return copied(value)
     local = local_of(value).detach()
-    made = copied(local) if local.device.type == "cpu" else local.to("cpu")
+    # never by deepcopy, which takes all of the flat memory that an alias lies in
+    made = copied(local).to("cpu") if parts_of(local) else local.to("cpu", copy=True)
     return made if key == "step" else sharded_like(parameter, made)
 
 
