@@ -43,6 +43,11 @@ def _memory_of(gradient: Tensor) -> Tensor | None:
         return local_of(gradient)._base
 
 
+def _refuse_spent(member: ParamView, _: Tensor) -> None:
+    """Torch is about to add to the gradient."""
+    SpentGradient.make_ready(member.parameter.grad)
+
+
 class BackwardSteps:
     """The buckets that were stepped in one backward. Hooks call it on the thread that runs the backward.
 
@@ -71,15 +76,13 @@ class BackwardSteps:
         self._expected: Counter[int] = Counter()
         # by parameter: its gradient and that one's versions, when it was stepped
         self._stamps: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
-        self._used: dict[
-            int, tuple[weakref.ref[Tensor], tuple[int, int]]
-        ] = {}  # stamps before a load of state
+        # stamps before a load of state
+        self._used: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
         # by id of the memory that gradients are views of, as FSDP2's are: its version, which is theirs. FSDP2
         # adds to one view after the bucket of another was stamped, which is no write to that one
         self._shared: dict[int, int] = {}
-        self._final: Counter[HostBucket] = (
-            Counter()
-        )  # how many gradients of a bucket are final; empty before `begin`
+        # how many gradients of a bucket are final; empty before `begin`
+        self._final: Counter[HostBucket] = Counter()
         self._spent: dict[int, tuple[weakref.ref[Tensor], list[HostBucket], int]] = {}  # by parameter
         self.behind_bytes_peak = 0
         """Of gradients on the device that waited for their step in the backward; who reads it starts anew."""
@@ -90,11 +93,10 @@ class BackwardSteps:
         """Register hooks on the parameters. They hold this object weakly."""
         self._steps.when_touched = weakly(self.touched)
         accumulated = weakly(self.accumulated)
-        unused = weakly(self._refuse_spent)
         for member in members:
             if member.parameter.requires_grad and member.parameter.is_leaf:
                 if member.home is not None:
-                    before = functools.partial(unused, member)
+                    before = functools.partial(_refuse_spent, member)
                     self._handles.append(member.parameter.register_hook(before))
                 hook = functools.partial(accumulated, member)
                 self._handles.append(member.parameter.register_post_accumulate_grad_hook(hook))
@@ -135,7 +137,7 @@ class BackwardSteps:
         if (
             gradient is None
             or getattr(member.parameter, "decoupled_grad", None) is not None
-            or member.index not in self._placed.groups
+            or member.index not in self._placed.places
             or may_be_reduced_in_place(gradient)
             or not is_laid_out_as(member.parameter, gradient)
         ):
@@ -156,8 +158,8 @@ class BackwardSteps:
             # a touch before step() breaks the promise
             self._watch.watch(member.index, member.parameter, gradient=False)
             mine = self._steps.buckets_of[member.index]
-            own = type(gradient) in (Tensor, SteppedGradient) and HOME not in vars(gradient)
-            own = own and not gradient._is_view()
+            plain = type(gradient) in (Tensor, SteppedGradient) and not gradient._is_view()
+            own = plain and HOME not in vars(gradient)
             if member.home is not None and own and self.stepped.issuperset(mine):
                 SpentGradient.spend(gradient, str(member))
                 self._spent[member.index] = weakref.ref(gradient), mine, member.nbytes
@@ -198,10 +200,6 @@ class BackwardSteps:
                     del self._spent[index]
                     if gradient is not None:
                         self._placed.members[0].device.free(gradient.untyped_storage())
-
-    def _refuse_spent(self, member: ParamView, _: Tensor) -> None:
-        """Torch is about to add to the gradient."""
-        SpentGradient.make_ready(member.parameter.grad)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

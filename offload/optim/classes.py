@@ -65,10 +65,9 @@ def defaults_of(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, An
     if not steps_each_alone(cls):
         return {}
     try:
-        group = cls([torch.zeros(1, 1, device="cpu")], **kwargs).param_groups[0]  # Muon takes matrices only
+        return cls([torch.zeros(1, 1, device="cpu")], **kwargs).defaults  # Muon takes matrices only
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"{cls.__name__} cannot be made with {_written(kwargs)}: {error}") from error
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def is_fused_adam(cls: type[Optimizer]) -> bool:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Container, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Collection, Container
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from offload.engine import OffloadEngine
 from offload.optim.classes import is_fused_adam, state_names, steps_each_alone
 from offload.optim.fsdp_step import FSDPGPUOptimizerWrapper
 from offload.optim.hybrid import HybridDeviceOptimizer
+from offload.optim.state import is_hooks, without_hooks
 from offload.params.home import home_of
 from offload.params.ring import RING_SLOTS
 from offload.params.view import local_of, trains
@@ -121,7 +121,7 @@ def move_state_to_host(optimizer: Any, engine: OffloadEngine) -> MoveBack:
     cls, taken = type(optimizer), inspect.signature(type(optimizer)).parameters
     arguments = {name: value for name, value in optimizer.defaults.items() if name in taken}
     before, groups = dict(vars(optimizer)), [*optimizer.param_groups]
-    with _without_hooks(optimizer):
+    with without_hooks(optimizer):
         packed = optimizer.state_dict() if optimizer.state else None
     vars(optimizer).clear()
     optimizer.__class__ = HybridDeviceOptimizer
@@ -152,7 +152,7 @@ def _make_plain(
 ) -> Callable[[], None]:
     """Bring the state to the device; what is returned makes the object one of the class. made: attributes
     that are the HybridDeviceOptimizer's own."""
-    with _without_hooks(optimizer):
+    with without_hooks(optimizer):
         packed = optimizer.state_dict()
     state = {name: packed[name] for name in ("state", "param_groups")}
     groups = optimizer.param_groups
@@ -163,7 +163,7 @@ def _make_plain(
         if _devices(groups) != where:  # the model has left the device
             _load(plain, state)
         own = vars(optimizer)
-        others = {name: value for name, value in own.items() if name not in made or _is_hooks(name)}
+        others = {name: value for name, value in own.items() if name not in made or is_hooks(name)}
         optimizer.close()
         own.clear()
         optimizer.__class__ = cls
@@ -190,15 +190,11 @@ def _devices(groups: list[dict[str, Any]]) -> list[torch.device]:
     return [parameter.device for group in groups for parameter in group["params"]]
 
 
-def _is_hooks(name: str) -> bool:
-    return name.startswith("_optimizer_") and name.endswith("_hooks")
-
-
 def _carry(optimizer: Any, before: dict[str, Any]) -> None:
     """Hooks, and what others have put on the object, are on it again."""
     own = vars(optimizer)
     others = {*before} - {*own, "state", "step"}
-    own.update((name, value) for name, value in before.items() if _is_hooks(name) or name in others)
+    own.update((name, value) for name, value in before.items() if is_hooks(name) or name in others)
     if "step" in before:
         reference = weakref.ref(optimizer)
 
@@ -211,18 +207,6 @@ def _carry(optimizer: Any, before: dict[str, Any]) -> None:
 
         setattr(step, _SCHEDULED, True)
         own["step"] = step
-
-
-@contextmanager
-def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """The user's hooks are for state dicts that the user asks for."""
-    own = vars(optimizer)
-    hooks = {name: value for name, value in own.items() if _is_hooks(name)}
-    own.update((name, OrderedDict()) for name in hooks)
-    try:
-        yield
-    finally:
-        own.update(hooks)
 
 
 def _done() -> None:

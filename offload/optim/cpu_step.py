@@ -38,7 +38,7 @@ from offload.optim.host_part import HostBucket, HostPart
 from offload.optim.parts import HostOptions
 from offload.params.home import Stepper
 from offload.params.sections import FlatSpec
-from offload.params.view import ParamView, laid_like, update_master
+from offload.params.view import ParamView, lay_like, update_master
 
 __all__ = ["CpuBucket", "CpuPart", "as_bytes"]
 
@@ -106,10 +106,7 @@ class CpuBucket(HostBucket):
         leaf, member = self.leaves[position], self.members[position]
         if leaf.shape == member.shape:
             leaf.data = member.shaped(leaf.data)
-            state = self.state_of(position)
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.shape == leaf.shape:
-                    state[name] = laid_like(leaf, value)
+            lay_like(leaf, self.state_of(position))
 
     def state_of(self, position: int) -> dict[Any, Any]:
         """What the class keeps of the piece; empty, and not kept, before it has made it."""

@@ -104,9 +104,7 @@ class UserState:
         self.all, self._is_shown, self.is_looked_at = defaultdict(dict, others), True, True
         for member, entry in entries.items():
             homes, tensor = self._homes(member), inside.get(member.index, member.parameter)
-            group = group_of.get(
-                id(tensor), {}
-            )  # whose kernel may be another one than the user's group names
+            group = group_of.get(id(tensor), {})  # its kernel may be another than the user's group names
             counts = tensor.device if group.get("fused") or group.get("capturable") else "cpu"
             self.all[member.parameter] = {
                 key: value if key in homes else loaded_value(key, value, tensor, counts)

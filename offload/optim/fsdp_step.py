@@ -110,12 +110,11 @@ class FSDPGPUOptimizerWrapper(Optimizer):
         self._part.add(made)
         self._next += len(made)
         known.update((id(member.parameter), member) for member in made)
-        self._placed.members = [known.pop(id(p)) for p in parameters if id(p) in known]
-        index_of = {id(member.parameter): member.index for member in self._placed.members}
         groups = [
-            UserGroup(group, [index_of[id(p)] for p in group["params"] if id(p) in index_of])
+            UserGroup(group, [known[id(p)].index for p in group["params"] if id(p) in known])
             for group in self.optimizer.param_groups
         ]
+        self._placed.members = [known.pop(id(p)) for p in parameters if id(p) in known]
         for member in known.values():
             self._state.left(member)
             self._part.forget(member)

@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 
 from offload.optim.classes import IMPLEMENTATION_KEYS
 
-__all__ = ["UserGroup", "adopted_groups", "follow_groups", "index_of"]
+__all__ = ["UserGroup", "adopted_groups", "follow_groups"]
 
 _OWN = IMPLEMENTATION_KEYS | {"params", "param_names"}
 _TENSORS = frozenset({"params"})
@@ -108,11 +108,6 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def index_of(groups: Sequence[UserGroup]) -> dict[int, dict[str, Any]]:
-    """The snapshot that holds for each parameter, by index."""
-    return {index: group.snapshot for group in groups for index in group.indices}
-
-
 def follow_groups(
     optimizer: Optimizer | None,
     make: Callable[[list[Any]], Optimizer],
@@ -129,16 +124,12 @@ def follow_groups(
         views share all but their tensors.
     """
     before: Any = optimizer.param_groups if optimizer is not None else []
-    known = {id(view.of): view for view in before if isinstance(view, _View)}
-    views: list[Any] = []
-    for group in groups:
+    chosen = [each for each in groups if not each.indices or any(map(tensors.get, each.indices))]
+    homes = [group.values if live else group.snapshot for group in chosen]
+    views = _other_sides(homes, before, _TENSORS if whole else _OWN)
+    for view, group in zip(views, chosen, strict=True):
         mine = [tensor for index in group.indices for tensor in tensors.get(index, ())]
-        if mine or not group.indices:
-            home = group.values if live else group.snapshot
-            view: Any = home.of if isinstance(home, _View) else known.get(id(home))
-            view = view or _View(home, _TENSORS if whole else _OWN)
-            view.setdefault("params", [])[:] = mine
-            views.append(view)
+        view.setdefault("params", [])[:] = mine
     if optimizer is None:
         optimizer = make(views)
     else:
@@ -169,15 +160,20 @@ def adopted_groups(
             f"{type(optimizer).__name__} has no param_groups, or steps tensors that it was not given, as an "
             "optimizer among its arguments does; use offload_fraction=0"
         )
-    known = {id(group.of): group for group in groups if isinstance(group, _View)}
-    found: list[dict[str, Any]] = []
-    for inner in mine:
-        if isinstance(inner, _View):
-            found.append(inner.of)
-        else:
-            found.append(view := known.get(id(inner)) or _View(inner, _TENSORS))
-            view.setdefault("params", [])[:] = [parameters[id(tensor)] for tensor in inner["params"]]
+    found = _other_sides(mine, groups, _TENSORS)
+    for group, inner in zip(found, mine, strict=True):
+        if isinstance(group, _View):
+            group.setdefault("params", [])[:] = [parameters[id(tensor)] for tensor in inner["params"]]
     return found
+
+
+def _other_sides(groups: Sequence[Any], others: Sequence[Any], keys: frozenset[str]) -> list[Any]:
+    """Of each group what it is a view of, or its view. others: those until now. keys: a new view's own."""
+    known = {id(view.of): view for view in others if isinstance(view, _View)}
+    return [
+        group.of if isinstance(group, _View) else known.get(id(group)) or _View(group, keys)
+        for group in groups
+    ]
 
 
 def _is_half_on_cpu(tensor: Tensor) -> bool:

@@ -19,12 +19,12 @@ from offload.device import Event
 from offload.engine import OffloadEngine
 from offload.ids import Owner
 from offload.optim.classes import MOMENTS, state_names
-from offload.optim.groups import UserGroup, index_of
+from offload.optim.groups import UserGroup
 from offload.optim.parts import HostOptions, Part
 from offload.params.home import Claim, Stepper
 from offload.params.layout import Bucket, Piece, lay_out
 from offload.params.sections import FlatSpec, HostSection, check_budget
-from offload.params.view import ParamView, local_of, update_master
+from offload.params.view import ParamView
 from offload.params.worker import Latch
 from offload.transfer.copier import OwnedCopies
 
@@ -141,9 +141,8 @@ class HostPart(Part, Generic[B]):
     def __init__(
         self, engine: OffloadEngine, options: HostOptions, new_bucket: Callable[..., B], *, whole: bool
     ) -> None:
-        super().__init__()
+        super().__init__(options)
         self.engine = engine
-        self.options = options
         self.whole = whole
         self._new_bucket = new_bucket
         self.sections: list[HostSection] = []
@@ -206,7 +205,7 @@ class HostPart(Part, Generic[B]):
     def regroup(self, groups: Sequence[UserGroup]) -> None:
         """Follow the groups, with memory for the moments that they name: amsgrad may be asked for later, as a
         checkpoint does."""
-        self._group_of = index_of(groups)
+        self._group_of = {index: group.snapshot for group in groups for index in group.indices}
         for section in self.sections if not self.whole else ():
             for index, _, _ in section.layout.parameters:
                 for name in self.names_of(index):
@@ -231,21 +230,9 @@ class HostPart(Part, Generic[B]):
                 flat = section.view(name, start, member.numel, self.options.master_dtype(member))
                 yield name, member.shaped(flat)
 
-    def has_master(self, member: ParamView) -> bool:
-        return self.options.master_dtype(member) != member.dtype
-
     def master(self, member: ParamView) -> Tensor:
         own = member.parameter if member.home is None else member.shaped(member.flat)
         return dict(self.flats_of(member)).get("master", own)
-
-    def refresh_master(self, member: ParamView) -> None:
-        master = dict(self.flats_of(member)).get("master")
-        if master is not None:
-            weights = local_of(member.parameter).detach().to(master.device)
-            if self.has_master(member):
-                update_master(master, weights)
-            else:
-                master.copy_(weights)
 
     def reorder(self, member: ParamView, before: tuple[int, ...]) -> None:
         for _, flat in self.flats_of(member):

@@ -25,7 +25,7 @@ import functools
 import inspect
 import weakref
 from abc import ABCMeta
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
@@ -45,10 +45,10 @@ from offload.optim.classes import (
     may_fail_half_way,
     steps_each_alone,
 )
-from offload.optim.in_place import build_in_place
+from offload.optim.in_place import in_place
 from offload.optim.parts import MASTER, HostOptions, copied
 from offload.optim.placing import Place, Placement, PlacingOptions
-from offload.optim.state import copy_to_host, fill_state, matched, paired, with_class_rules
+from offload.optim.state import copy_to_host, fill_state, matched, paired, with_class_rules, without_hooks
 from offload.optim.step import Overlap, StepRunner, checked_overlap
 from offload.params.view import ParamView, local_of
 from offload.telemetry.speaker import speaker
@@ -161,15 +161,11 @@ class HybridDeviceOptimizer(Optimizer, metaclass=_MadeInPlace):
         if keeps_all and max_grad_norm is None and type(self) is HybridDeviceOptimizer:
             checked = checked_overlap(overlap, model, has_workers=True, clips=False)
             cls = checked_class("cpu_optimizer_cls", cpu_cls, kwargs)
-            names = {
-                "overlap": checked,
-                "pin_cpu_grads": pin_cpu_grads,
-                "pin_cpu_params": pin_cpu_params,
-                "overlap_cpu_optimizer_d2h_h2d": overlap_cpu_optimizer_d2h_h2d,
-                "_given_engine": engine,
-            }
-            self._in_place = build_in_place(cls, params, kwargs, names)
-            HybridDeviceOptimizer.register(type(self._in_place))
+            self._in_place = made = in_place(cls)(params, **kwargs)  # type: ignore[arg-type]
+            vars(made).update(overlap=checked, _given_engine=engine)
+            vars(made).update(pin_cpu_grads=pin_cpu_grads, pin_cpu_params=pin_cpu_params)
+            vars(made).update(overlap_cpu_optimizer_d2h_h2d=overlap_cpu_optimizer_d2h_h2d)
+            HybridDeviceOptimizer.register(type(made))
             return
         defaults: dict[str, Any] = {}
         for argument, cls in (("cpu_optimizer_cls", cpu_cls), ("gpu_optimizer_cls", gpu_cls)):
@@ -200,6 +196,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=_MadeInPlace):
                     "class of torch.optim for one of them, or offload_fraction=1 or 0"
                 )
         given = params if isinstance(params, Tensor) else list(params)  # which torch refuses by name
+        has_groups = len(given) and isinstance(given[0], dict)
         options = PlacingOptions(
             offload_fraction=offload_fraction,
             cpu_share=cpu_share,
@@ -207,13 +204,13 @@ class HybridDeviceOptimizer(Optimizer, metaclass=_MadeInPlace):
             gpu_cls=gpu_cls,
             kwargs=dict(kwargs),
             cpu_threads=cpu_threads,
-            flat=not (len(given) and isinstance(given[0], dict)),
             host=HostOptions(
                 bucket_bytes=bucket_bytes,
                 pin_grads=pin_cpu_grads,
                 pin_params=pin_cpu_params,
                 masters_in_fp32=param_update_in_fp32,
                 in_buckets=in_buckets,
+                flat=None if alone or cpu_cls is not gpu_cls else not has_groups,
             ),
         )
         if not workers and overlap_cpu_optimizer_d2h_h2d and offload_fraction > 0:
@@ -233,7 +230,6 @@ class HybridDeviceOptimizer(Optimizer, metaclass=_MadeInPlace):
         self.overlap_cpu_optimizer_d2h_h2d = overlap_cpu_optimizer_d2h_h2d
         self.max_grad_norm = max_grad_norm
         self.sub_optimizer_kwargs = dict(kwargs)
-        self._classes = [cpu_cls, gpu_cls]
         self._options = options
         super().__init__(given, defaults)
         on_gpu = (p.device for group in self.param_groups for p in group["params"] if p.device.type == "cuda")
@@ -298,9 +294,8 @@ class HybridDeviceOptimizer(Optimizer, metaclass=_MadeInPlace):
     @property
     def cpu_optimizers(self) -> list[Optimizer]:
         """The optimizers that step on the host: one a bucket, and one for what is stepped whole."""
-        on_host = self.placed.on_host if self.placed.on_host is not self.placed.on_gpu else None
-        found = [*self.placed.cpu.optimizers, on_host.optimizer if on_host is not None else None]
-        return [optimizer for optimizer in found if optimizer is not None]
+        whole = [part.optimizer for part in self.placed.resident if part is not self.placed.on_gpu]
+        return [*self.placed.cpu.optimizers, *filter(None, whole)]
 
     @property
     def gpu_optimizer(self) -> Optimizer | None:
@@ -402,7 +397,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=_MadeInPlace):
     def _own(self, name: str) -> Callable[..., Any] | None:
         """The method of the one class that is called as it is alone, where it overrides torch's."""
         whole = self.placed.whole
-        overrides = whole is not None and getattr(self._classes[0], name) is not getattr(Optimizer, name)
+        overrides = whole is not None and getattr(self._options.cpu_cls, name) is not getattr(Optimizer, name)
         return getattr(whole.optimizer, name) if whole is not None and overrides else None
 
     def synchronize_parameters(self) -> None:
@@ -446,7 +441,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=_MadeInPlace):
         for member in self.members:
             self.placed.master_of(member)
         fill_state(self.sub_optimizers)
-        self.placed.note_stepped(self.placed.groups)
+        self.placed.note_stepped(self.placed.places)
         self._runner.state.note_step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -456,17 +451,11 @@ class HybridDeviceOptimizer(Optimizer, metaclass=_MadeInPlace):
         with self._steps.stepping:
             if (own := self._own("state_dict")) is not None:
                 return dict(self._runner.called(own))
-            hooks, self._optimizer_state_dict_post_hooks = (
-                self._optimizer_state_dict_post_hooks,
-                OrderedDict(),
-            )
-            try:
+            with without_hooks(self, "_state_dict_post_hooks"):  # which are called with all of it
                 packed = super().state_dict()
-            finally:
-                self._optimizer_state_dict_post_hooks = hooks
             copy_to_host(self.placed, self.param_groups, packed["state"])
             packed["hybrid"] = self.placed.describe()
-        for hook in hooks.values():
+        for hook in self._optimizer_state_dict_post_hooks.values():
             packed = hook(self, packed) or packed
         return packed
 
@@ -500,7 +489,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=_MadeInPlace):
         state = given.get("state", {})
         for key in order.keys() & state.keys():
             state[key] = {
-                name: _local(value)
+                name: local_of(value)
                 for name, value in state[key].items()
                 if name != MASTER or self.param_update_in_fp32
             }
@@ -511,9 +500,12 @@ class HybridDeviceOptimizer(Optimizer, metaclass=_MadeInPlace):
     def _load(self, order: Mapping[Any, ParamView], loaded: Mapping[str, Any]) -> None:
         groups = deepcopy(loaded["param_groups"])
         for group, saved in zip(self.param_groups, groups, strict=True):
-            _replace(group, saved)
+            kept: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
+            group.clear()
+            group.update({**kept, **saved, "params": kept["params"]})
         state = {order[key].parameter: dict(entry) for key, entry in loaded["state"].items() if key in order}
-        with_class_rules(self._classes, self.param_groups, state, self.defaults)
+        classes = self._options.cpu_cls, self._options.gpu_cls
+        with_class_rules(classes, self.param_groups, state, self.defaults)
         self._runner.regroup()
         entries = {self.placed.of[id(parameter)]: entry for parameter, entry in state.items()}
         others = {key: entry for key, entry in loaded["state"].items() if entry and key not in order}
@@ -532,14 +524,3 @@ class HybridDeviceOptimizer(Optimizer, metaclass=_MadeInPlace):
         self.engine.detach(self._runner)
         if self._closes_engine:
             self.engine.close_unused()
-
-
-def _replace(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """The group says what was saved, of its own parameters."""
-    kept: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
-    group.clear()
-    group.update({**kept, **saved, "params": kept["params"]})
-
-
-def _local(value: Any) -> Any:
-    return local_of(value) if isinstance(value, Tensor) else value

@@ -7,8 +7,8 @@ runs in them.
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,7 +23,7 @@ from offload.optim.ranks import clip_, total_norm
 from offload.optim.state import fill_state
 from offload.optim.step import Overlap
 
-__all__ = ["InPlace", "build_in_place"]
+__all__ = ["InPlace", "in_place"]
 
 
 class InPlace:
@@ -97,25 +97,14 @@ class InPlace:
         return _unbuilt, (type(self).__mro__[1],), self.__getstate__()
 
 
-_CLASSES: dict[type[Optimizer], Any] = {}
-
-
-def _in_place(cls: type[Optimizer]) -> Any:
-    if cls not in _CLASSES:
-        _CLASSES[cls] = types.new_class(cls.__name__, (cls, InPlace))
-        _CLASSES[cls].__module__ = cls.__module__
-    return _CLASSES[cls]
-
-
-def _unbuilt(cls: type[Optimizer]) -> Any:
-    made = _in_place(cls)
-    return made.__new__(made)
-
-
-def build_in_place(
-    cls: type[Optimizer], params: Any, kwargs: Mapping[str, Any], names: Mapping[str, Any]
-) -> Any:
-    """An object of `cls`, made by its constructor. names: attributes of ours."""
-    made = _in_place(cls)(params, **kwargs)
-    vars(made).update(names)
+@functools.cache
+def in_place(cls: Any) -> Any:
+    """The class of objects of the optimizer class that have our names too."""
+    made = types.new_class(cls.__name__, (cls, InPlace))
+    made.__module__ = cls.__module__
     return made
+
+
+def _unbuilt(cls: Any) -> Any:
+    made = in_place(cls)
+    return made.__new__(made)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from offload.config import check_bytes
 from offload.optim.groups import UserGroup
-from offload.params.view import ParamView, laid_like, local_of, sharded_like
+from offload.params.view import ParamView, laid_like, local_of, sharded_like, update_master
 
 __all__ = ["MASTER", "HostOptions", "Part", "copied", "loaded_value", "parts_of", "refuse_incomplete"]
 
@@ -35,6 +35,8 @@ class HostOptions:
     masters_in_fp32: bool = False
     in_buckets: bool = True
     """What the host steps is stepped bucket by bucket, on a thread; else whole, as the class does."""
+    flat: bool | None = None
+    """Of one class that is not torch's, and steps all: whether the user gave parameters, not groups."""
 
     def __post_init__(self) -> None:
         check_bytes("bucket_bytes", self.bucket_bytes, least=1024)
@@ -91,7 +93,8 @@ def refuse_incomplete(member: ParamView, state: Mapping[Any, Any], where: str) -
 class Part(ABC):
     """Parameters that are stepped in one way, and the state of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: HostOptions) -> None:
+        self.options = options
         self.members: dict[int, ParamView] = {}  # by index
 
     @abstractmethod
@@ -130,13 +133,19 @@ class Part(ABC):
     def master(self, member: ParamView) -> Tensor:
         """What the optimizer steps, in the parameter's shape; the parameter itself where that is."""
 
-    @abstractmethod
     def has_master(self, member: ParamView) -> bool:
         """Whether a float32 master is stepped in place of the parameter."""
+        return self.options.master_dtype(member) != member.dtype
 
-    @abstractmethod
+    @torch.no_grad()
     def refresh_master(self, member: ParamView) -> None:
-        """Make the master follow the device's weights. Blocks the host; nothing may be in flight."""
+        """Make what is stepped in place of the parameter follow the device's weights. Blocks the host;
+        nothing may be in flight."""
+        master, weights = local_of(self.master(member)), local_of(member.parameter)
+        if self.has_master(member):
+            update_master(master, weights.detach().to(master.device))
+        elif member.home is None and master is not weights:
+            master.copy_(weights)
 
     @abstractmethod
     def reorder(self, member: ParamView, before: tuple[int, ...]) -> None:

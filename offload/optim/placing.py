@@ -8,7 +8,6 @@ Nothing is pinned until all parameters that are added together have been accepte
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -91,8 +90,6 @@ class PlacingOptions:
     kwargs: Mapping[str, Any]
     cpu_threads: int | None
     host: HostOptions
-    flat: bool = False
-    """The user gave parameters, not groups."""
 
     def __post_init__(self) -> None:
         check_fraction("offload_fraction", self.offload_fraction)
@@ -104,16 +101,13 @@ class PlacingOptions:
                 f"cpu_threads is {threads!r}, must be a whole number of threads, 1 or more, or None to "
                 "choose it"
             )
-        if self.kwargs.get("capturable") and self.offload_fraction > 0:
-            raise ValueError(
-                "capturable=True is for an optimizer that lives on the device; leave it out, or set "
-                "offload_fraction=0"
-            )
-        if self.kwargs.get("differentiable") and self.offload_fraction > 0:
-            raise ValueError(
-                "differentiable=True keeps the step in autograd's graph, and a step on the host leaves it; "
-                "leave it out, or set offload_fraction=0"
-            )
+        unfit = {
+            "capturable": "is for an optimizer that lives on the device",
+            "differentiable": "keeps the step in autograd's graph, and a step on the host leaves it",
+        }
+        for name, why in unfit.items():
+            if self.kwargs.get(name) and self.offload_fraction > 0:
+                raise ValueError(f"{name}=True {why}; leave it out, or set offload_fraction=0")
 
     def arguments_of(self, cls: type[Optimizer]) -> dict[str, Any]:
         """What the class is made with, in each part: one kernel steps all once some state leaves the
@@ -144,8 +138,6 @@ class Placement:
         """Every parameter that was in a group at the last `regroup`, in the order of the groups."""
         self.of: dict[int, ParamView] = {}
         """The members, by the parameter's id."""
-        self.groups: dict[int, dict[str, Any]] = {}
-        """The param group of each parameter that is in one now, by index."""
         self.user_groups: list[UserGroup] = []
         classes = options.cpu_cls, options.gpu_cls
         self._waits = all(steps_each_alone(cls) and cls is not Adagrad for cls in classes)
@@ -158,16 +150,12 @@ class Placement:
         """Called with a parameter that is in no group any more, before its state's memory goes."""
         self._moved = False  # a parameter was found elsewhere since `_sharing_memory` was looked for
         self._sharing_memory: list[tuple[ParamView, ParamView]] = []
-        same = options.cpu_cls is options.gpu_cls
-        flat = options.flat if same and not steps_each_alone(options.cpu_cls) else None
-        of_cpu, of_gpu = ((cls, options.arguments_of(cls)) for cls in (options.cpu_cls, options.gpu_cls))
+        of_cpu, of_gpu = ((cls, options.arguments_of(cls)) for cls in classes)
         self.cpu = CpuPart(engine, options.host, *of_cpu)
         self.streamed = StreamedPart(engine, options.host)
-        one = same and not options.offload_fraction
-        self.on_gpu = ResidentPart(engine, *of_gpu, options.host, on_host=False, flat=flat)
-        self.on_host = (
-            self.on_gpu if one else ResidentPart(engine, *of_cpu, options.host, on_host=True, flat=flat)
-        )
+        one = options.cpu_cls is options.gpu_cls and not options.offload_fraction
+        self.on_gpu = ResidentPart(engine, *of_gpu, options.host, on_host=False)
+        self.on_host = self.on_gpu if one else ResidentPart(engine, *of_cpu, options.host, on_host=True)
         self._parts: dict[Place, CpuPart | StreamedPart | ResidentPart] = {
             Place.CPU: self.cpu if options.host.in_buckets else self.on_host,
             Place.STREAMED: self.streamed,
@@ -227,32 +215,34 @@ class Placement:
         for part in self.parts:
             part.add([member for member in members if self.part_of(member) is part])
         self._next += len(members)
-        self.members.extend(members)
         self.of.update((id(member.parameter), member) for member in members)
         with self._engine.lock:
             stay = [p for group in groups for p in group["params"] if home_of(p) is None]
             self._engine.externals.register_parameters(stay)
-        self._note(groups)
         self._moved = True
-        self._let_go()
-        by_index = {member.index: member for member in self.members}
-        self.members = [by_index[index] for index in self.groups]
+        self.user_groups = self._grouped(groups)
+        by_index = {member.index: member for member in (*self.members, *members)}
+        self.members = [by_index.pop(i) for group in self.user_groups for i in group.indices if i in by_index]
+        for member in by_index.values():  # they have left; the last of a section frees memory
+            self.when_left(member)
+            self.part_of(member).forget(member)
+            del self.of[id(member.parameter)], self.places[member.index]
+            member.let_go()
         for part in self.parts:
             part.regroup(self.user_groups)
         self.adopt(groups)
         return offloaded
 
-    def _note(self, groups: Sequence[dict[str, Any]]) -> None:
-        """The user's groups are these; frozen parameters are in none of ours."""
-        self.user_groups = [UserGroup(group, self._indices(group)) for group in groups]
-        self.groups = {index: group.values for group in self.user_groups for index in group.indices}
+    def _grouped(self, groups: Sequence[dict[str, Any]]) -> list[UserGroup]:
+        """The user's groups; frozen parameters are in none of ours."""
+        return [UserGroup(group, self._indices(group)) for group in groups]
 
     def adopt(self, groups: list[dict[str, Any]]) -> None:
         """Have in the user's groups, in place, those that a class which steps all has made itself."""
         for optimizer, pairs in self.whole.inside() if self.whole is not None else ():
             parameters = {id(tensor): member.parameter for member, tensor in pairs}
             groups[:] = adopted_groups(optimizer, groups, parameters)
-            self._note(groups)
+            self.user_groups = self._grouped(groups)
 
     def _refuse_whole(self, members: Sequence[ParamView]) -> None:
         """Raises ValueError for a streamed weight of which the class would be given a copy."""
@@ -273,15 +263,6 @@ class Placement:
         """The parts that step whole tensors; first the one whose step may be undone."""
         return [part for part in dict.fromkeys((self.on_host, self.on_gpu)) if part.optimizer is not None]
 
-    def _let_go(self) -> None:
-        """Forget parameters that have left their group: the last of a section frees memory."""
-        for member in [member for member in self.members if member.index not in self.groups]:
-            self.when_left(member)
-            self.part_of(member).forget(member)
-            self.members.remove(member)
-            del self.of[id(member.parameter)], self.places[member.index]
-            member.let_go()
-
     def refresh(self) -> None:
         """Take over what the user's groups say now, for the step to come."""
         for group in self.user_groups:
@@ -290,18 +271,12 @@ class Placement:
     @property
     def sole(self) -> Optimizer | None:
         """The one optimizer of a class that is not torch's."""
-        cpu_cls, gpu_cls = self._options.cpu_cls, self._options.gpu_cls
-        for part, cls in ((self.on_host, cpu_cls), (self.on_gpu, gpu_cls)):
-            if part.optimizer is not None and not steps_each_alone(cls):
-                return part.optimizer
-        return None
+        return next((part.optimizer for part in self.resident if part.may_write_all), None)
 
     @property
     def whole(self) -> ResidentPart | None:
         """The part that has all parameters, of a class that is not torch's: it is called as it is alone."""
-        same = self._options.cpu_cls is self._options.gpu_cls
-        found = (part for part in self.resident if same and part.optimizer is self.sole)
-        return next(found, None)
+        return next((part for part in self.resident if self._options.host.flat is not None), None)
 
     def inside(self) -> list[tuple[Optimizer, list[tuple[ParamView, Tensor]]]]:
         """The optimizers whose classes keep the state themselves, and what each steps of which parameter."""
@@ -408,16 +383,13 @@ class Placement:
     def step_resident(self, gradients: Mapping[int, Tensor], *, atomic: bool) -> None:
         """Step what is in no bucket, on the current lane. atomic: what is stepped on the host, or not."""
         for part in self.resident:
-            part.step(functools.partial(part.fetch, gradients), atomic=atomic and part is self.on_host)
-
-    @property
-    def _in_host_memory(self) -> tuple[CpuPart | StreamedPart, ...]:
-        return (self.cpu, self.streamed, self.on_host.memory)
+            part.fetch(gradients)
+            part.step(atomic=atomic and part is self.on_host)
 
     @property
     def host_bytes(self) -> int:
         """Host memory of weights, gradients, masters and moments."""
-        return sum(part.host_bytes for part in self._in_host_memory)
+        return sum(part.host_bytes for part in (self.cpu, self.streamed, self.on_host.memory))
 
     def describe(self) -> dict[str, Any]:
         """Where everything is: what a continuation with the same bits has to have again. Numbers and strings
@@ -434,7 +406,7 @@ class Placement:
 
     def close(self) -> None:
         """Give the host memory back. Nothing may be in flight."""
-        for part in self._in_host_memory:
+        for part in (self.cpu, self.streamed, self.on_host.memory):
             part.close()
 
 

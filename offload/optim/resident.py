@@ -43,15 +43,14 @@ from offload.optim.cpu_step import CpuPart, as_bytes
 from offload.optim.groups import UserGroup, follow_groups
 from offload.optim.parts import HostOptions, Part, parts_of
 from offload.optim.undo import undone_on_error
-from offload.params.view import ParamView, count_write, laid_like, local_of, update_master
+from offload.params.view import ParamView, count_write, laid_like, lay_like, local_of, update_master
 
 __all__ = ["ResidentPart"]
 
 
 class ResidentPart(Part):
     """One optimizer over whole tensors. on_host: parameters of the device are stepped as copies on the
-    host. flat: whether the user gave parameters, not groups, to a class that steps all and is not torch's;
-    else None."""
+    host."""
 
     def __init__(
         self,
@@ -61,18 +60,16 @@ class ResidentPart(Part):
         options: HostOptions,
         *,
         on_host: bool,
-        flat: bool | None,
     ) -> None:
-        super().__init__()
+        super().__init__(options)
         self._device = engine.device
         self._copies = engine.copier.of(Owner("optim", "whole parameters"))
         self.memory = CpuPart(engine, options, cls, kwargs)
         """The memory of the copies on the host: their weights, gradients and masters."""
         self._new_optimizer: Callable[..., Optimizer] = functools.partial(cls, **kwargs)
-        self._options = options
         self._on_host = on_host
-        self._flat = flat
-        self._may_write_all = not steps_each_alone(cls)
+        self.may_write_all = not steps_each_alone(cls)
+        """The class is not torch's."""
         self.optimizer: Optimizer | None = None
         self.undone = False
         """Whether an exception in the last step left weights and state as they were."""
@@ -82,12 +79,11 @@ class ResidentPart(Part):
         self._fetched: dict[int, tuple[Tensor | None, Tensor | None]] = {}  # gradients before and in a call
 
     def add(self, members: Sequence[ParamView]) -> None:
-        self.memory.add(
-            [m for m in members if self._on_host and m.device.owns(local_of(m.parameter).detach())]
-        )
+        copies = [m for m in members if self._on_host and m.device.owns(local_of(m.parameter).detach())]
+        self.memory.add(copies)
         for member in members:
             self.members[member.index] = member
-            inner, dtype = member.parameter, self._options.master_dtype(member)
+            inner, dtype = member.parameter, self.options.master_dtype(member)
             if member.index in self.memory.members:
                 flats = self._flats[member.index] = self.memory.flats_on_host(member)
                 # `.data` has a version counter of its own
@@ -112,18 +108,15 @@ class ResidentPart(Part):
     def regroup(self, groups: Sequence[UserGroup]) -> None:
         if self._inner:
             tensors = {index: [inner] for index, inner in self._inner.items()}
-            make, whole = self._as_alone, self._flat is not None
+            make, whole = self._as_alone, self.options.flat is not None
             self.optimizer = follow_groups(self.optimizer, make, tensors, groups, live=True, whole=whole)
 
     def _as_alone(self, views: list[Any]) -> Optimizer:
         """The optimizer, made with what the user gave: parameters or groups, with or without names."""
-        for view in views if self._flat is not None else ():
-            if "param_names" in view:
+        for view in views:
+            if "param_names" in view:  # not of a class of torch's
                 view["params"] = list(zip(view["param_names"], view["params"], strict=True))
-        return self._new_optimizer(views[0]["params"] if self._flat else views)
-
-    def has_master(self, member: ParamView) -> bool:
-        return self._inner[member.index].dtype != member.dtype
+        return self._new_optimizer(views[0]["params"] if self.options.flat else views)
 
     def master(self, member: ParamView) -> Tensor:
         return self._inner[member.index]
@@ -133,7 +126,7 @@ class ResidentPart(Part):
         """Give the class's tensors the model's weights and these gradients, by parameter; one that is missing
         is None. Blocks the host for what is on a device. Raises OffloadError for one with a graph. Order:
         [Order: whole out]."""
-        for index in gradients.keys() & self._flats.keys() if self._may_write_all else ():
+        for index in gradients.keys() & self._flats.keys() if self.may_write_all else ():
             if gradients[index].grad_fn is not None:
                 raise OffloadError(
                     f"the gradient of {self.members[index]} has a graph (create_graph=True), and "
@@ -145,7 +138,7 @@ class ResidentPart(Part):
         for index, inner in self._inner.items():
             member, before, gradient = self.members[index], inner.grad, gradients.get(index)
             flats = self._flats[index] if self._lies_flat(member) else None
-            if inner is not member.parameter and (gradient is not None or self._may_write_all):
+            if inner is not member.parameter and (gradient is not None or self.may_write_all):
                 inner.requires_grad_(member.parameter.requires_grad)
                 if flats is None:
                     self.refresh_master(member)
@@ -172,7 +165,7 @@ class ResidentPart(Part):
                 device.note_read(device.host, to)
         for member in masters:
             update_master(*self._flats[member.index][:2])
-        for index in self._flats if self._may_write_all else ():
+        for index in self._flats if self.may_write_all else ():
             before, gradient = self._fetched[index]
             if gradient is not None:  # the class may keep it, and its memory has the next one
                 self._inner[index].grad = kept = gradient.clone()
@@ -186,12 +179,10 @@ class ResidentPart(Part):
         for index, (before, gradient) in list(self._fetched.items()):
             member, inner = self.members[index], self._inner[index]
             found, parameter = inner.grad, member.parameter
-            if inner is not parameter:
-                if self._may_write_all:
+            if inner is not parameter and (self.may_write_all or gradient is not None):
+                if self.may_write_all:
                     member.write_gradient(found)
-                if not (self._may_write_all or gradient is not None):
-                    pass
-                elif self._lies_flat(member):
+                if self._lies_flat(member):
                     stepped, weights, _ = self._flats[index]
                     if self.has_master(member):
                         weights.copy_(stepped)
@@ -212,50 +203,23 @@ class ResidentPart(Part):
             for to, _ in pairs:
                 device.note_read(device.compute, to)
 
-    def step(self, fetch: Callable[[], None], *given: Any, atomic: bool, **named: Any) -> Any:
-        """What the class's step returns, after `fetch`, which calls that of this part. given, named: its
-        arguments, a closure first. atomic: an error in it leaves weights and state as they were."""
+    def step(self, *given: Any, atomic: bool, not_ours: Sequence[BaseException] = (), **named: Any) -> Any:
+        """What the class's step returns; after `fetch`. given, named: its arguments. atomic: an error in it
+        leaves weights and state as they were. not_ours: what the closure has raised."""
         assert self.optimizer is not None
-        errors: list[BaseException] = []
-
-        def evaluate() -> Any:
-            try:
-                self.give_back()
-                try:
-                    loss = given[0]()
-                except BaseException as error:
-                    errors.append(error)
-                    raise
-                fetch()
-            except BaseException:  # the host is about to write what these copies read, or write, too
-                for lane in (self._device.d2h, self._device.h2d):
-                    self._device.synchronize(self._device.record(lane))
-                raise
-            return loss
-
         self.undone = False
-        fetch()
         try:
-            with undone_on_error(self.optimizer, errors) if atomic else nullcontext():
-                first = [evaluate] if given and callable(given[0]) else given[:1]
-                found = step_alone(self.optimizer, *first, *given[1:], **named)
+            with undone_on_error(self.optimizer, not_ours) if atomic else nullcontext():
+                found = step_alone(self.optimizer, *given, **named)
         except BaseException:
             self.give_back()
             with torch.no_grad():  # of all: a closure's weights may be in the model
-                for index, inner in self._inner.items() if atomic and self._may_write_all else ():
+                for index, inner in self._inner.items() if atomic and self.may_write_all else ():
                     local_of(self.members[index].parameter).data.copy_(local_of(inner))
             self.undone = atomic
             raise
         self.give_back()
         return found
-
-    @torch.no_grad()
-    def refresh_master(self, member: ParamView) -> None:
-        inner, weights = local_of(self._inner[member.index]), local_of(member.parameter).detach()
-        if self.has_master(member):
-            update_master(inner, weights.to(inner.device))
-        elif self._inner[member.index] is not member.parameter:
-            inner.copy_(weights)
 
     def reorder(self, member: ParamView, before: tuple[int, ...]) -> None:
         """What is no parameter itself lies as the weights lie now, and so does its state. Where the
@@ -264,9 +228,7 @@ class ResidentPart(Part):
         if inner is not member.parameter:
             assert self.optimizer is not None
             inner.data = laid_like(local_of(member.parameter), inner.data)
-            for name, value in (state := self.optimizer.state.get(inner, {})).items():
-                if isinstance(value, Tensor) and value.shape == inner.shape:
-                    state[name] = laid_like(inner, value)
+            lay_like(inner, self.optimizer.state.get(inner, {}))
 
     def inside(self) -> list[tuple[Optimizer, list[tuple[ParamView, Tensor]]]]:
         if self.optimizer is None:

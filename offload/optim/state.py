@@ -11,7 +11,9 @@ One invariant: what is loaded is checked whole, names and shapes, before the fir
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -26,10 +28,27 @@ from offload.optim.placing import Placement
 from offload.params.home import home_of
 from offload.params.view import ParamView, local_of, sharded_like
 
-__all__ = ["copy_to_host", "fill_state", "matched", "paired", "with_class_rules"]
+__all__ = ["copy_to_host", "fill_state", "is_hooks", "matched", "paired", "with_class_rules", "without_hooks"]
 
 SHAPED = (MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 """State that has the shape of its parameter."""
+
+
+def is_hooks(name: str, kind: str = "_hooks") -> bool:
+    """Whether an attribute of an optimizer has hooks."""
+    return name.startswith("_optimizer_") and name.endswith(kind)
+
+
+@contextmanager
+def without_hooks(optimizer: Optimizer, kind: str = "_hooks") -> Iterator[None]:
+    """The user's hooks are for state dicts that the user asks for."""
+    own = vars(optimizer)
+    hooks = {name: value for name, value in own.items() if is_hooks(name, kind)}
+    own.update((name, OrderedDict()) for name in hooks)
+    try:
+        yield
+    finally:
+        own.update(hooks)
 
 
 def copy_to_host(placed: Placement, groups: Sequence[Mapping[str, Any]], state: dict[Any, Any]) -> None:

@@ -174,13 +174,11 @@ class StepRunner(Client):
         _OPEN.add(self)
 
     def _shared(self) -> tuple[Tensor, Overlap] | None:
-        others = [
-            other for other in _OPEN if other is not self and "backward" in (other.overlap, self.overlap)
-        ]
-        mine = {id(p) for group in self._groups() for p in group["params"]} if others else set()
+        mine = {id(p) for group in self._groups() for p in group["params"]}
         found = (
             (p, other.overlap)
-            for other in others
+            for other in list(_OPEN)
+            if other is not self and "backward" in (other.overlap, self.overlap)
             for group in other._groups()
             for p in group["params"]
             if id(p) in mine
@@ -253,6 +251,7 @@ class StepRunner(Client):
 
     def _step_whole(self, whole: ResidentPart, max_grad_norm: float | None, *given: Any, **named: Any) -> Any:
         """The class's own step, as it is alone, closure and all."""
+        errors: list[BaseException] = []
 
         @torch.no_grad()
         def fetch() -> None:
@@ -262,20 +261,31 @@ class StepRunner(Client):
             self.steps.torn = True
 
         def evaluate() -> Any:
-            self.steps.torn = False  # whoever looks finds all in its place
-            self.state.note_step()
-            loss = given[0]()
-            if self.state.is_looked_at:
-                self.state.take_over()
-            self.state.note_step()
+            try:
+                whole.give_back()
+                self.steps.torn = False  # whoever looks finds all in its place
+                self.state.note_step()
+                try:
+                    loss = given[0]()
+                    if self.state.is_looked_at:
+                        self.state.take_over()
+                except BaseException as error:
+                    errors.append(error)
+                    raise
+                self.state.note_step()
+                fetch()
+            except BaseException:  # the host is about to write what these copies read, or write, too
+                self.steps.settle()
+                raise
             return loss
 
         with torch.no_grad():
             self._begin()
         self.state.note_step()
         try:
+            fetch()
             first = [evaluate] if given and callable(given[0]) else given[:1]
-            found = whole.step(fetch, *first, *given[1:], atomic=self._atomic, **named)
+            found = whole.step(*first, *given[1:], atomic=self._atomic, not_ours=errors, **named)
         except BaseException as error:
             self.steps.torn &= not (whole.undone or isinstance(error, Exception))
             raise
@@ -332,9 +342,8 @@ class StepRunner(Client):
 
     def _flat_gradient(self, member: ParamView, gradient: Tensor) -> Tensor:
         """Where the gradient waits on the host, its bytes there, which its buckets take as they are."""
-        if self.backward.stepped:  # the ring is in use, and nobody may wait for all
-            return member.flat_gradient(gradient)
-        lent = member.lent_gradient(gradient, self.steps.awaiting(member.index))
+        in_use = self.backward.stepped  # the ring is, and nobody may wait for all
+        lent = None if in_use else member.lent_gradient(gradient, self.steps.awaiting(member.index))
         if lent is None:
             return member.flat_gradient(gradient)
         if self.placed[member] is Place.STREAMED and not self.placed.streamed.takes_lent:

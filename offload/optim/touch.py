@@ -86,11 +86,6 @@ class SpentGradient(Watched):
     """A streamed weight's gradient that was stepped in the backward: its memory is given back behind that."""
 
     @classmethod
-    def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        cls.make_ready((args, kwargs))
-        return untouched(func, args, kwargs)
-
-    @classmethod
     def make_ready(cls, found: Any) -> None:
         for tensor in watched_in(found, cls):
             raise OffloadError(
@@ -190,10 +185,10 @@ class WeightWatch:
         found, streams = parameter.grad, home_of(parameter) is not None
         if isinstance(found, SpentGradient) or (isinstance(found, Watched) and found.comes_and_goes):
             found = None  # nobody may touch it, or its owner waits before it changes
-        if not (streams or type(parameter) in (nn.Parameter, AwaitedWeight)) or not (
-            found is None
-            or ((type(found) is Tensor or isinstance(found, AwaitedGradient)) and not found._is_view())
-        ):
+        is_plain = found is None or type(found) is Tensor or isinstance(found, AwaitedGradient)
+        if not (is_plain and (streams or type(parameter) in (nn.Parameter, AwaitedWeight))):
+            return False
+        if found is not None and found._is_view():
             return False
         self._watched[index] = parameter
         if gradient and found is not None:

@@ -70,7 +70,7 @@ def _remembered(root: dict[str, Any]) -> tuple[list[Callable[[], object]], list[
         if isinstance(value, Tensor):
             held = vars(value) if parts_of(value) else None
             left += [(name, value.grad if value.is_leaf else None), (name, held)]
-            undo += [_writer(value)] if held is None else []
+            undo += [functools.partial(_write, value, value.data, value.clone())] if held is None else []
         elif isinstance(value, MutableMapping):
             undo.append(functools.partial(_refill, value, {**value}))
             left += [(key if isinstance(key, str) else name, each) for key, each in value.items()]
@@ -89,14 +89,9 @@ def _refill(container: Any, contents: Any) -> None:
     (container.extend if isinstance(container, MutableSequence) else container.update)(contents)
 
 
-def _writer(tensor: Tensor) -> Callable[[], object]:
-    memory, saved = tensor.data, tensor.clone()
-
-    def write() -> None:
-        strided = tensor.layout is torch.strided
-        if strided and local_of(tensor).data_ptr() != local_of(memory).data_ptr():
-            tensor.data = memory  # which the class may have exchanged
-        if not strided or is_writable(local_of(tensor)):
-            tensor.copy_(saved)
-
-    return write
+def _write(tensor: Tensor, memory: Tensor, saved: Tensor) -> None:
+    strided = tensor.layout is torch.strided
+    if strided and local_of(tensor).data_ptr() != local_of(memory).data_ptr():
+        tensor.data = memory  # which the class may have exchanged
+    if not strided or is_writable(local_of(tensor)):
+        tensor.copy_(saved)

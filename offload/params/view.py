@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ __all__ = [
     "is_writable",
     "laid_like",
     "laid_out_as",
+    "lay_like",
     "local_of",
     "sharded_like",
     "trains",
@@ -213,10 +215,7 @@ class ParamView:
                 f"{self} has a gradient of shape {tuple(local.shape)} on {local.device}; the parameter's "
                 f"shape is {self.shape}"
             )
-        if tuple(local.stride()) != self.stride:
-            local = torch.empty_strided(
-                self.shape, self.stride, dtype=local.dtype, device=local.device
-            ).copy_(local)
+        local = laid_like(self.shaped(self.flat), local)
         return local.as_strided((local.numel(),), (1,), local.storage_offset())
 
 
@@ -235,9 +234,15 @@ def laid_like(tensor: Tensor, value: Tensor) -> Tensor:
     no strides."""
     if value.stride() == tensor.stride() or local_of(value) is not value:
         return value
-    return torch.empty_strided(value.shape, tensor.stride(), dtype=value.dtype, device=value.device).copy_(
-        value
-    )
+    made = torch.empty_strided(value.shape, tensor.stride(), dtype=value.dtype, device=value.device)
+    return made.copy_(value)
+
+
+def lay_like(tensor: Tensor, state: dict[Any, Any]) -> None:
+    """State of the tensor's shape has the tensor's strides from here on."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.shape == tensor.shape:
+            state[name] = laid_like(tensor, value)
 
 
 def update_master(master: Tensor, weights: Tensor, room: Tensor | None = None) -> None:
@@ -255,11 +260,8 @@ def update_master(master: Tensor, weights: Tensor, room: Tensor | None = None) -
 def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
     """A DTensor again, where the parameter is one and the value, wherever it lies, is of its local shard's
     shape."""
-    if (
-        local_of(parameter) is parameter
-        or local_of(value) is not value
-        or value.shape != local_of(parameter).shape
-    ):
+    local = local_of(parameter)
+    if local is parameter or local_of(value) is not value or value.shape != local.shape:
         return value
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import TensorMeta
