@@ -99,8 +99,9 @@ class FSDPGPUOptimizerWrapper(Optimizer):
             raise OffloadError("the wrapper was closed; step the optimizer itself, which has the state")
         known = {id(member.parameter): member for member in self._placed.members}
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        new = [p for p in parameters if id(p) not in known and (trains(p) or self.optimizer.state.get(p))]
-        made = [ParamView(p, self._next + n, self._engine.device, "") for n, p in enumerate(new)]
+        new = enumerate((p for p in parameters if id(p) not in known), self._next)
+        placed = ((at, p) for at, p in new if trains(p) or self.optimizer.state.get(p))
+        made = [ParamView(p, at, self._engine.device, "") for at, p in placed]
         for member in made:
             if member.where.type != "cpu":
                 raise ValueError(
@@ -108,7 +109,7 @@ class FSDPGPUOptimizerWrapper(Optimizer):
                     "use CPUOffloadPolicy"
                 )
         self._part.add(made)
-        self._next += len(made)
+        self._next = made[-1].index + 1 if made else self._next
         known.update((id(member.parameter), member) for member in made)
         groups = [
             UserGroup(group, [known[id(p)].index for p in group["params"] if id(p) in known])

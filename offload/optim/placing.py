@@ -214,7 +214,7 @@ class Placement:
         self._refuse_whole(members)
         for part in self.parts:
             part.add([member for member in members if self.part_of(member) is part])
-        self._next += len(members)
+        self._next = members[-1].index + 1 if members else self._next
         self.of.update((id(member.parameter), member) for member in members)
         with self._engine.lock:
             stay = [p for group in groups for p in group["params"] if home_of(p) is None]
@@ -291,9 +291,10 @@ class Placement:
     def _accepted(self, groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> list[ParamView]:
         device = self._engine.device
         members: list[ParamView] = []
-        new = (p for group in groups for p in group["params"] if id(p) not in self.of and self._counts(p))
-        for parameter in new:
-            index = self._next + len(members)
+        new = [p for group in groups for p in group["params"] if id(p) not in self.of]
+        for index, parameter in enumerate(new, self._next):  # frozen ones are counted, as the user does
+            if not self._counts(parameter):
+                continue
             member = ParamView(parameter, index, device, names.get(id(parameter), ""))
             here = member.home is not None or device.owns(local_of(parameter).detach())
             if not here and parameter.device.type != "cpu":
