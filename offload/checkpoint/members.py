@@ -59,14 +59,20 @@ def is_trained(modules: Sequence[nn.Module]) -> bool:
 def no_hooks_added(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Take off the gradient hooks that a recompute puts on these tensors: its forward has put them on, and
     torch would run both, also where a tensor is another one of the same node of autograd."""
-    before = [set(tensor._backward_hooks or ()) for tensor in tensors]
+    before = [set(hooks) for hooks in map(_hooks_of, tensors)]
     try:
         yield
     finally:
-        for tensor, known in zip(tensors, before, strict=True):
-            hooks: Any = tensor._backward_hooks or {}
-            for key in hooks.keys() - known:
-                del hooks[key]
+        for hooks, known in zip(map(_hooks_of, tensors), before, strict=True):
+            for at in hooks.keys() - known:
+                del hooks[at][at[1]]
+
+
+def _hooks_of(tensor: torch.Tensor) -> dict[tuple[int, int], dict[int, Any]]:
+    """By kind and number, each with the dictionary that it is in."""
+    with torch._C.DisableTorchFunctionSubclass():
+        kinds: Any = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    return {(kind, key): hooks for kind, hooks in enumerate(kinds) if hooks for key in hooks}
 
 
 def is_sharded(modules: Sequence[nn.Module]) -> bool:

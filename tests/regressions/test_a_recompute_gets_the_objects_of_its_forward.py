@@ -97,26 +97,54 @@ def test_an_argument_that_stays_is_the_same_object_in_the_recompute(mode: Any) -
     assert_beside(Caching, squared, mode)
 
 
-class Hooking(nn.Module):
-    """Hooks scale gradients: each forward puts one on the input, and the first one on a weight."""
+def halve_gradient(weight: Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad.mul_(0.5)
+
+
+class Scaling(nn.Module):
+    """Scales the gradients of its input, and of a weight since its first call, by hooks, which its recompute
+    registers again: it finds `handle` as the first call did."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.is_hooked = nn.Linear(WIDTH, WIDTH), False
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.handle: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.is_hooked:
-            self.a.weight.register_hook(lambda grad: grad * 0.5)
-            self.is_hooked = True
-        if x.requires_grad:
-            x.register_hook(lambda grad: grad * 1.5)
-        return x + torch.tanh(self.a(x))
+        if self.handle is None:
+            self.handle = self.a.weight.register_hook(lambda gradient: gradient * 0.5)
+            self.b.weight.register_post_accumulate_grad_hook(halve_gradient)
+        x.register_hook(lambda gradient: gradient * 0.5)
+        return self.b(torch.tanh(self.a(x)))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaling() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_()  # the first input is a leaf, and lives; the others leave
+        x.register_hook(lambda gradient: gradient + 1)
+        y = x
+        for layer in self.layers:
+            y = layer(y)
+        return y + y.sum() * x
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_hook_that_a_block_puts_on_a_tensor_runs_once(mode: Any) -> None:
-    """A recompute put it on again: on the object, or on another tensor of the same node of autograd."""
-    assert_beside(lambda: nn.Sequential(*(Hooking() for _ in range(3))), squared, mode)
+def test_a_hook_that_a_forward_registers_on_a_gradient_is_called_once(mode: Any) -> None:
+    """It was called twice, and nothing said so: each layer behind it had half of its gradient."""
+
+    def step(model: nn.Module, number: int) -> tuple[Tensor, Tensor | None]:
+        x = wide()
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return loss.detach(), x.grad
+
+    assert_beside(Scaled, step, mode)
 
 
 @pytest.mark.parametrize("mode", ["checkpoint", "hidden_states"])
