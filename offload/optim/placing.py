@@ -102,12 +102,13 @@ class PlacingOptions:
                 "choose it"
             )
         unfit = {
-            "capturable": "is for an optimizer that lives on the device",
-            "differentiable": "keeps the step in autograd's graph, and a step on the host leaves it",
+            "capturable": "capturable=True is for an optimizer that lives on the device",
+            "differentiable": "differentiable=True keeps the step in autograd's graph, and a step on the host "
+            "leaves it",
         }
         for name, why in unfit.items():
             if self.kwargs.get(name) and self.offload_fraction > 0:
-                raise ValueError(f"{name}=True {why}; leave it out, or set offload_fraction=0")
+                raise ValueError(f"{why}; leave it out, or set offload_fraction=0")
 
     def arguments_of(self, cls: type[Optimizer]) -> dict[str, Any]:
         """What the class is made with, in each part: one kernel steps all once some state leaves the
