@@ -220,25 +220,19 @@ def _function(original: Any, manager: Callable[[], Manager]) -> type:
 def _generator(original: Any, manager: Callable[[], Manager]) -> Callable[..., Generator[None, None, None]]:
     """In place of what runs before and after the function of a non-reentrant checkpoint."""
 
-    parameters = signature(original)
+    parameters, run = signature(original), contextmanager(original)
 
     def around(*arguments: Any, **keywords: Any) -> Generator[None, None, None]:
-        run = original(*arguments, **keywords)
         if not torch.is_grad_enabled():
-            yield from run
+            yield from original(*arguments, **keywords)
             return
         given = parameters.bind(*arguments, **keywords).arguments
         alone = given.get("context_fn", noop_context_fn) is noop_context_fn
         group = _opened(manager(), given.get("args", ()), alone)
         try:
-            next(run)
-            group.send()
-            try:
+            with run(*arguments, **keywords):
+                group.send()
                 yield
-            except BaseException as error:
-                run.throw(error)
-                raise
-            next(run, None)
         finally:
             group.send()
             group.close(None)

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
 from offload.checkpoint.arguments import Given
 from offload.checkpoint.net import Sample, telling
 from offload.checkpoint.surroundings import Surroundings
+from offload.client import weakly
 from offload.saved.hooks import Pair, as_it_is, pair_without_users, users_pair
 from offload.versions import queue_callback
 
@@ -207,7 +208,7 @@ class Region:
         if made is None:  # also where a node of a graph that is retained reads it once more
             self._compute_again(task)
             if is_backward and task not in self._tasks:  # of some saves nothing may be read in this backward
-                queue_callback(partial(_let_go_of, weakref.ref(self), task))
+                queue_callback(partial(weakly(self._let_go), task))
             self._tasks.add(task)
             made = save.take(task, leave=leave)
         if task == _NO_TASK:  # the next read outside of a backward is one by itself
@@ -299,9 +300,3 @@ class Region:
             save = reference()
             if save is not None:
                 save.take(task)
-
-
-def _let_go_of(reference: weakref.ref[Region], task: object) -> None:
-    region = reference()
-    if region is not None:
-        region._let_go(task)

@@ -43,18 +43,6 @@ class InputGroup:
     itself.
     """
 
-    __slots__ = (
-        "_chunk",
-        "_cost",
-        "_group",
-        "_handler",
-        "_installed",
-        "_manager",
-        "_name",
-        "_required",
-        "_stays",
-    )
-
     def __init__(
         self, manager: _Manager, handler: ChunkGroups | None, name: str, *, required: bool, cost: Cost | None
     ) -> None:

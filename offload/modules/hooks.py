@@ -59,9 +59,6 @@ class _Hook(Unscripted):
     def __call__(self, *arguments: Any) -> None:
         self._run(*arguments)
 
-    def __deepcopy__(self, memo: object) -> Callable[..., None]:
-        return _in_a_copy
-
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
         return _copied_hook, ()
 

@@ -71,10 +71,8 @@ class Announcements:
         unless somebody wanted none. From the first such forward on the manager's steps end with those of the
         module's optimizer, as after `offload.apply`."""
         found = self.announcer()
-        if not isinstance(self._given, EllipsisType):
-            return found
         module = self._module()
-        if module is None:
+        if module is None or not isinstance(self._given, EllipsisType):
             return found
         if found is None:
             if not is_declined(module):

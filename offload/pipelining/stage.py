@@ -124,10 +124,14 @@ class OffloadPipelineStage(AdaptedStage):
         if loss is not None and not loss._is_view():
             # the schedule keeps it to the step's end, and with it would keep the graph and the stage's input
             loss.detach_()
-        if full_backward:
-            self.release_received(bwd_chunk_id)
-        elif not self.is_first:
-            self._release_after_input_half(bwd_chunk_id)
+        if not full_backward:
+            if self.is_first:  # its weight half is a whole backward
+                return
+            if bwd_chunk_id in self.backward_state:
+                # between the halves only the graph is needed: no input and no output gradient
+                _inputs, param_groups, outputs, _grads = self.backward_state[bwd_chunk_id]
+                self.backward_state[bwd_chunk_id] = ([], param_groups, outputs, None)
+        self.release_received(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the half of one microbatch's backward that makes its weight gradients.
@@ -167,17 +171,6 @@ class OffloadPipelineStage(AdaptedStage):
             for op in receives:
                 announcer.register_external(op.tensor)
         return receives
-
-    def _release_after_input_half(self, microbatch: int) -> None:
-        """Between the halves only the graph is needed: the weight half reads neither the stage's input nor
-        its output gradient.
-
-        Not so on stage 0, whose weight half is a whole backward.
-        """
-        self.release_received(microbatch)
-        if microbatch in self.backward_state:
-            _inputs, param_groups, outputs, _grads = self.backward_state[microbatch]
-            self.backward_state[microbatch] = ([], param_groups, outputs, None)
 
     def clear_runtime_states(self) -> None:
         """Start a step with nothing left over, also when the last one raised in its middle."""

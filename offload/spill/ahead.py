@@ -62,14 +62,11 @@ class ForecastOrder(ActivationScheduler):
         self.readings = Readings(parts.budget, parts.transfer, self._piece_bytes)
         self._curves = Curves()
         self._level = 0
-        self._rise = self._rise_before = (
-            0  # of the level, from one reading of a backward to the next, at most
-        )
+        self._rise = self._rise_before = 0  # of the level, between two readings of a backward, at most
         self._places = count()
         # by the number of a forward, where in the step it began, and where its backward did
         self._began: dict[int, int] = {}
         self._read_at: dict[int, int] = {}
-        self._before: dict[int, tuple[int, int]] = {}  # both, of the step before
         self._current: Forward | None = None  # being read
         self._order = ReadOrder({}, self._curves.saved_bytes)
         self._coming: list[ComingReads] = []
@@ -305,13 +302,11 @@ class ForecastOrder(ActivationScheduler):
             for forward in ending
             if forward.being_read and forward.number is not None
         )
-        read_at = self._read_at
-        self._before = {
-            number: (began, read_at[number]) for number, began in self._began.items() if number in read_at
-        }
+        began, read = self._began, self._read_at
+        seen = {number: (began[number], read[number]) for number in began if number in read}
         self._began, self._read_at = {}, {}
         super().forget(ending)
-        self._order = ReadOrder(self._before, self._curves.saved_bytes)
+        self._order = ReadOrder(seen, self._curves.saved_bytes)
         for forward in self.forwards:
             if forward.number is not None:
                 self._order.enter(forward)

@@ -31,26 +31,6 @@ class Forward:
     leave, if nothing else holds it, and at all. ends: step ends that it has outlived.
     in_figures: blocks whose copies the figures of a step have."""
 
-    __slots__ = (
-        "_complete",
-        "_operator",
-        "_over",
-        "_thread",
-        "_unwritten",
-        "being_read",
-        "chunk",
-        "ends",
-        "forecast",
-        "group",
-        "in_figures",
-        "next",
-        "number",
-        "place",
-        "recorder",
-        "running",
-        "spilled",
-    )
-
     def __init__(self, chunk_id: ForwardId, levels: list[int]) -> None:
         self.chunk = SavedChunk(chunk_id)
         self.group = SavedGroup(GroupId(chunk_id, 0, "saved", CLIENT), leaves=True, waits=True)
