@@ -222,12 +222,7 @@ class StepReport:
         """Whether many steps had to be planned anew."""
         return self._plans >= MANY_SHAPES
 
-    def step(
-        self,
-        *,
-        replanned: bool,
-        allocator: Callable[[], tuple[int, int] | None],
-    ) -> None:
+    def step(self, *, replanned: bool, allocator: Callable[[], tuple[int, int] | None]) -> None:
         """Look at what any step can say.
 
         replanned: its shape was new. allocator: the device allocator's reserved bytes, and the most that were

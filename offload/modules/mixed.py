@@ -47,27 +47,17 @@ class MixedCalls(RecomputedCalls):
             return super()._begin(module, args, kwargs)
         self._refuse_compiled(module)
         root, auto = self._root, self._auto
-        manager = root.manager()
         chosen = auto.choose(root, self._name, module, args, kwargs)
         if chosen.is_plain:
             timing = None if chosen.timing is None else chosen.timing()
-            group = root.open_group(
-                self._name, cost=chosen.cost, required=chosen.required, alike=chosen.alike
-            )
+            cost, required, alike = chosen.cost, chosen.required, chosen.alike
+            group = root.open_group(self._name, cost=cost, required=required, alike=alike)
             if chosen.profiler is not None:
                 chosen.profiler.begin()
             return _Call(group, timing, chosen.profiler)
-        call = RecomputedCall(
-            manager,
-            module,
-            args,
-            kwargs,
-            chosen.contexts,
-            watch=root.watch,
-            name=self._name,
-            may_stay=True,
-            before_again=chosen.before_again,
-            cost=chosen.cost,
+        before_again, cost = chosen.before_again, chosen.cost
+        call = self._recomputed(
+            module, args, kwargs, chosen.contexts, may_stay=True, before_again=before_again, cost=cost
         )
         timing = None if chosen.timing is None else chosen.timing()
         call.begin()

@@ -78,20 +78,16 @@ class RecomputedCalls:
         if self._root.watch.refuses(self._name, module):
             return self._plain()
         self._refuse_compiled(module)
-        root, context_fn = self._root, self._contexts(args, kwargs)
-        call = RecomputedCall(
-            root.manager(),
-            module,
-            args,
-            kwargs,
-            context_fn,
-            watch=root.watch,
-            name=self._name,
-            may_stay=self._keeps and context_fn is not None,
-            moves=self._moves,
-        )
+        context_fn = self._contexts(args, kwargs)
+        may_stay = self._keeps and context_fn is not None
+        call = self._recomputed(module, args, kwargs, context_fn, may_stay=may_stay, moves=self._moves)
         call.begin()
         return call
+
+    def _recomputed(self, *given: Any, **settings: Any) -> RecomputedCall:
+        """As RecomputedCall, of this block."""
+        root = self._root
+        return RecomputedCall(root.manager(), *given, watch=root.watch, name=self._name, **settings)
 
     def _plain(self) -> GroupCall | None:
         """A call that is not recomputed."""

@@ -303,9 +303,8 @@ class ModelRoot:
         self._ran, self._begun = set(), 0
         if self.forwards == 0:
             self._ends_without += self.end_seen
-            if (
-                self._ends_without > 1 and ("inside",) not in self._said
-            ):  # a closure runs its first forward inside the first step()
+            # a closure runs its first forward inside the first step()
+            if self._ends_without > 1 and ("inside",) not in self._said:
                 self.say_once(
                     "never",
                     "an optimizer steps parameters of %s, and no forward of it was seen since apply(): "

@@ -248,12 +248,5 @@ def _common_call(call: SeenCall, same: Sequence[SeenCall | None]) -> SeenCall:
 def with_levels_of(base: BlockProfile, scaled: BlockProfile, factor: float) -> BlockProfile:
     """`scaled` with the levels of `base`: other numbers of tokens may give it others, and ranks that follow
     one plan need not have equal numbers."""
-    menu = tuple(
-        level._replace(
-            saved_bytes=round(level.saved_bytes * factor),
-            recompute_s=level.recompute_s * factor,
-            made_again_bytes=round(level.made_again_bytes * factor),
-        )
-        for level in base.menu
-    )
+    menu = tuple(level.scaled(factor) for level in base.menu)
     return replace(scaled, menu=menu, keeps=base.keeps)

@@ -33,6 +33,14 @@ class Level(NamedTuple):
     host_s: float = 0.0
     made_again_bytes: int = 0
 
+    def scaled(self, factor: float) -> Level:
+        """For `factor` times as many tokens."""
+        return self._replace(
+            saved_bytes=round(self.saved_bytes * factor),
+            recompute_s=self.recompute_s * factor,
+            made_again_bytes=round(self.made_again_bytes * factor),
+        )
+
 
 Menu = tuple[Level, ...]
 
@@ -80,14 +88,7 @@ class Block:
     def scaled(self, factor: float) -> Block:
         """The block of a chunk with `factor` times as many tokens, whose bytes and device seconds grow with
         them; what the host does stays."""
-        menu = tuple(
-            level._replace(
-                saved_bytes=round(level.saved_bytes * factor),
-                recompute_s=level.recompute_s * factor,
-                made_again_bytes=round(level.made_again_bytes * factor),
-            )
-            for level in self.menu
-        )
+        menu = tuple(level.scaled(factor) for level in self.menu)
         return replace(
             self, menu=menu, forward_s=self.forward_s * factor, backward_s=self.backward_s * factor
         )

@@ -199,15 +199,7 @@ def cheapest_mixture(
     at most `most_slower` above that which gives up nothing. Raises as `choose_mixture`."""
     if most_slower < 0:
         raise ValueError(f"most_slower is {most_slower}; give 0 or more")
-    choose = partial(
-        choose_mixture,
-        actions,
-        blocks,
-        rates,
-        rest_s=rest_s,
-        host=host,
-        rest=rest,
-    )
+    choose = partial(choose_mixture, actions, blocks, rates, rest_s=rest_s, host=host, rest=rest)
     enough = sum(block.menu[0].saved_bytes for own in blocks.values() for block in own)
     found = choose(enough, max_trials=1)
     # 1e-9: the same seconds, summed in another order, are a little more or less
