@@ -28,6 +28,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
+from itertools import compress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -315,9 +316,7 @@ class Net(Client):
                 continue
             if event is not None:
                 event.synchronize()
-            looks = [
-                one for one, differs in zip(verdict.looks, verdict.differs.tolist(), strict=True) if differs
-            ]
+            looks = list(compress(verdict.looks, verdict.differs.tolist()))
             if looks:
                 count = f"{len(looks)} of {len(verdict.looks)} saves that were compared"
                 try:

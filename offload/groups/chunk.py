@@ -151,10 +151,7 @@ class ChunkGroups:
         self._started.append((name, None))
 
     def innermost_open(self) -> Group | None:
-        for _, group in reversed(self._started):
-            if group is not None:
-                return group
-        return None
+        return next((group for _, group in reversed(self._started) if group is not None), None)
 
     def open_groups(self) -> Iterator[SavedGroup]:
         """What the groups that are started and not committed have saved."""

@@ -76,9 +76,8 @@ class GroupsManager(OpenScopes, Client):
         self.ends_by_hand = 0  # calls of `step_end` since `infer_ends`
         self._inferred_ends = 0
         self._infers_end = False  # the end under way is an inferred one
-        self.end_was_guessed = (
-            False  # the end under way, from what is alive: other ranks may at another moment
-        )
+        # the end under way, from what is alive: other ranks may at another moment
+        self.end_was_guessed = False
         self.guesses_ends = False  # steps are inferred, and no optimizer has ended one so far
 
     def prepare_close(self) -> None:

@@ -20,9 +20,8 @@ offload switched off), it opens nothing.
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -39,7 +38,7 @@ from offload.modules.blocks import Blocks
 from offload.modules.hooks import CallsUnderWay, output_tensors
 from offload.modules.peak import BACKWARD, HEAD, PeakWatch
 from offload.modules.settings import checkpoints_off, is_checkpointing
-from offload.modules.steps import Steps
+from offload.modules.steps import Root, Steps
 from offload.saved.handles import Handle
 from offload.saved.hooks import InstalledScope, admits_hooks, inside_checkpoint
 from offload.telemetry.speaker import Once, speaker
@@ -92,7 +91,7 @@ class _Between(GroupScope):
         return super().take(tensor) if self._root.takes else None
 
 
-class ModelRoot:
+class ModelRoot(Root):
     """A model, its blocks and the hooks on both.
 
     min_elements: of a saved tensor that leaves; None for the config's. everything: the model's own group
@@ -109,14 +108,12 @@ class ModelRoot:
         min_elements: int | None,
         everything: str | None = None,
     ) -> None:
-        self.stage = 0
-        self.end_seen = False
+        super().__init__(model)
         self.takes = False  # what is saved in no block, at this moment
         self.recomputes = False  # its blocks say themselves what checkpoints of others mean for them
         self.min_elements = min_elements
         self.forwards = 0  # with gradients
         self.checkpoints_off = checkpoints_off(model)  # what to write for it
-        self._model = weakref.ref(model)
         self._name = type(model).__name__
         self._blocks = {name: group for group, modules in blocks.items() for name in modules}
         self._last = next(reversed(self._blocks), None)
@@ -131,17 +128,7 @@ class ModelRoot:
         self._ends_without = 0  # a forward, since apply()
         self.calls = CallsUnderWay()
         self.watch = Watch()  # of its recomputes
-        self._here = _Forwards()
         self.peak = PeakWatch(bool(self._blocks))
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a forward of the model is under way in this thread."""
-        return self._here.running > 0
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        model = self._model()
-        return iter(()) if model is None else model.parameters()
 
     # -- the model's own forward -----------------------------------------------------------------------------
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Forward | None:
@@ -329,12 +316,6 @@ class ModelRoot:
         """Warn of `what`, the first time. text: its first %s is the model's class, then come `values`."""
         if self._said.first(what):
             logger.warning(text, self._name, *values)
-
-
-class _Forwards(threading.local):
-    """running: forwards of one root in this thread, one inside the other."""
-
-    running = 0
 
 
 class _Forward(NamedTuple):

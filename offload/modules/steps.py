@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,19 +41,30 @@ from offload.groups.manager import GroupsManager
 __all__ = ["Root", "Steps"]
 
 
-class Root(Protocol):
-    """A model that was given to `apply`."""
+class _Forwards(threading.local):
+    """running: forwards of one root in this thread, one inside the other."""
 
-    stage: int
-    end_seen: bool
-    """Whether an optimizer's step has ended a step of this model."""
+    running = 0
+
+
+class Root:
+    """A model whose steps are inferred. end_seen: whether an optimizer's step has ended one of them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.stage = 0
+        self.end_seen = False
+        self._model = weakref.ref(model)
+        self._here = _Forwards()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the model as it is now."""
+        model = self._model()
+        return iter(()) if model is None else model.parameters()
 
     @property
     def is_running(self) -> bool:
-        """Whether its forward is under way."""
+        """Whether a forward of the model is under way in this thread."""
+        return self._here.running > 0
 
     def step_ends(self, by: Optimizer | None) -> None:
         """A step is about to end. An optimizer of this model that begins its `step()` tells it first. by:

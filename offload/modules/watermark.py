@@ -31,9 +31,7 @@ _HIGH_PERCENT = 90  # of a GPU, where no mark is given: the rest is for what ope
 _LOW_SHARE = 15 / 16  # of the high mark
 
 
-_shared: weakref.WeakKeyDictionary[OffloadEngine, weakref.ref[ActivationRuntime]] = (
-    weakref.WeakKeyDictionary()
-)
+_shared = weakref.WeakKeyDictionary[OffloadEngine, weakref.ref[ActivationRuntime]]()
 
 
 class Marks(NamedTuple):

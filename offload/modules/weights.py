@@ -7,9 +7,8 @@ recompute.
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any
 
@@ -21,7 +20,7 @@ from offload.device import device_bytes, device_name
 from offload.groups.manager import GroupsManager
 from offload.modules.hooks import CallsUnderWay
 from offload.modules.settings import is_adapter
-from offload.modules.steps import Steps
+from offload.modules.steps import Root, Steps
 from offload.optim.step import stepped_by_open_ones
 from offload.sizes import argument_bytes
 from offload.weights.choose import Choice, choose, choose_gradients, quantize
@@ -38,33 +37,16 @@ __all__ = [
 ]
 
 
-class _Running(threading.local):
-    forwards = 0
-
-
-class WeightsRoot:
-    """A model of which weights leave and activations do not, as Root."""
+class WeightsRoot(Root):
+    """A model of which weights leave and activations do not."""
 
     def __init__(self, model: nn.Module, steps: Steps, manager: Callable[[], GroupsManager]) -> None:
-        self.stage = 0
-        self.end_seen = False
+        super().__init__(model)
         self.calls = CallsUnderWay()
         self._is_called = False  # by a forward with gradients
         self._stepped = weakref.WeakSet[Optimizer]()  # since the last step, where it is not
-        self._model = weakref.ref(model)
         self._steps = steps
         self._manager = manager
-        self._here = _Running()
-
-    @property
-    def is_running(self) -> bool:
-        """As Root."""
-        return self._here.forwards > 0
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """As Root."""
-        model = self._model()
-        return iter(()) if model is None else model.parameters()
 
     def step_ends(self, by: Optimizer | None) -> None:
         """As Root. Where a module inside the model is called, no forward is seen: a step is what lies between
@@ -78,14 +60,14 @@ class WeightsRoot:
         self._stepped.add(by)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._here.forwards == 0:
+        if self._here.running == 0:
             self._is_called = self._is_called or torch.is_grad_enabled()
             self._steps.forward_begins(self, None)
-        self._here.forwards += 1
+        self._here.running += 1
 
     def leave(self, state: None, output: Any, failed: bool) -> None:
-        self._here.forwards -= 1
-        if self._here.forwards == 0:
+        self._here.running -= 1
+        if self._here.running == 0:
             self._manager().end_inferred_forward()
 
 

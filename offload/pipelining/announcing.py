@@ -13,10 +13,10 @@ from types import EllipsisType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from offload import marks
 from offload.apply import infer_steps, is_declined
+from offload.modules.steps import Root
 from offload.policy.actions import Action
 from offload.telemetry.speaker import Once, speaker
 
@@ -98,23 +98,12 @@ class Announcements:
             announcer.set_order(actions)
 
 
-class _StageRoot:
-    """A stage's module, whose optimizer ends steps. As Root; its forwards are announced and not inferred."""
-
-    is_running = False
-
-    def __init__(self, module: nn.Module) -> None:
-        self.stage = 0
-        self.end_seen = False
-        self._module = weakref.ref(module)
+class _StageRoot(Root):
+    """A stage's module, whose optimizer ends steps. Its forwards are announced and not inferred."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        module = self._module()
-        nobody = module is None or marks.existing_manager() is None
-        return iter(()) if nobody or module is None else module.parameters()
-
-    def step_ends(self, by: Optimizer | None) -> None:
-        """Nothing to say: each chunk was announced."""
+        """None while nobody is told."""
+        return iter(()) if marks.existing_manager() is None else super().parameters()
 
 
 def _warn_without_manager(stage: int) -> None:
