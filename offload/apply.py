@@ -35,7 +35,7 @@ from offload.config import Mode, OffloadConfig, check_min_elements, check_mode, 
 from offload.device import device_bytes, device_name
 from offload.groups.manager import GroupsManager
 from offload.modules.auto import Auto
-from offload.modules.blocks import Blocks, Modules, beside_blocks, blocks_of, groups_of, names_of
+from offload.modules.blocks import Blocks, Modules, beside_blocks, blocks_of, flat, groups_of, names_of
 from offload.modules.conducted import Conducted, conduct, conductor_config
 from offload.modules.hooks import HookPair
 from offload.modules.mixed import MixedCalls
@@ -284,7 +284,7 @@ class Applied:
         self._taken[module] = self
 
     def _hook_weights(
-        self, stream: WeightStream | None, blocks: Blocks, gradients: GradientStream | None, model: nn.Module
+        self, stream: WeightStream | None, gradients: GradientStream | None, model: nn.Module
     ) -> None:
         if gradients is not None:
             self._gradients = gradients
@@ -292,9 +292,8 @@ class Applied:
         if stream is None:
             return
         self._stream = stream
-        modules = {name: module for named in blocks.values() for name, module in named.items()}
         for block in stream.blocks:
-            self._hook(modules[block.name], BlockCalls(stream, block))
+            self._hook(model.get_submodule(block.name), BlockCalls(stream, block))
 
     @property
     def _taken(self) -> weakref.WeakKeyDictionary[nn.Module, Applied]:
@@ -474,11 +473,8 @@ def apply(
     groups = {} if mode is False or mode in WITHOUT_BLOCKS else groups_of(model, blocks, modules)
     never = names_of(groups, no_recompute, "no_recompute")
     whole = {} if mode in WITHOUT_BLOCKS or modules is None else blocks_of(model, blocks)
-    streamed = {} if weights is None else blocks_of(model, blocks)
-    hooked = [
-        module for found in (groups, whole, streamed) for named in found.values() for module in named.values()
-    ]
-    _check_free(model, mode, hooked)
+    streamed = {} if weights is None else flat(blocks_of(model, blocks))
+    _check_free(model, mode, [*flat(groups).values(), *flat(whole).values(), *streamed.values()])
     if mode == "auto" and any(is_checkpointing(module) for module in model.modules()):
         raise ValueError(
             f"{type(model).__name__} checkpoints its layers itself, and mode='auto' chooses what to "
@@ -491,10 +487,9 @@ def apply(
     limited = _config_for(config, mode, device_limit, host_limit, host_reserve)
     here = device_of(device_name()) if before is None else before.engine.device.torch_device
     where = here if device is None else device_of(device)
-    named_blocks = {name: module for named in streamed.values() for name, module in named.items()}
     engine = None if before is None or where != here else before.engine
     conducted = conductor_config(conductor, engine, where)
-    choice, slab = (None, None) if weights is None else chosen_weights(model, named_blocks, where, quantize)
+    choice, slab = (None, None) if weights is None else chosen_weights(model, streamed, where, quantize)
     wait = waiting_gradients(model, gradients, choice)
     parts = parts_of(model, where, choice, limit_bytes, wait, optimizer, limited.device_limit_bytes)
     refuse_beyond_host(parts, engine, limited.host_limit_bytes)
@@ -538,7 +533,7 @@ def apply(
         handle = Applied(model, mode, {}, alone)
         handle._undo.callback(_steps.discard, alone)
         handle._hook(model, alone)
-        handle._hook_weights(stream, streamed, gradient_stream, model)
+        handle._hook_weights(stream, gradient_stream, model)
         handle._add_parts(arbiter, end_arbiter, move_back)
         return handle
     root = (
@@ -559,7 +554,7 @@ def apply(
     _steps.add(root)
     handle._undo.callback(_steps.discard, root)
     # first, so that they are inside of the blocks' other hooks
-    handle._hook_weights(stream, streamed, gradient_stream, model)
+    handle._hook_weights(stream, gradient_stream, model)
     handle._hook(model, root)
     root.watch = Watch(warns=recompute_differs == "warn", moves=mode == "auto", never=never)
     if mode == "auto" and auto is None:
@@ -570,9 +565,8 @@ def apply(
         ends = weakref.finalize(model, auto.end)
         ends.atexit = False
         handle._undo.callback(ends)
-    for named in whole.values():
-        for name, module in named.items():
-            handle._hook(module, GroupCalls(root, name, None, block=True))
+    for name, module in flat(whole).items():
+        handle._hook(module, GroupCalls(root, name, None, block=True))
     for group, named in groups.items():
         for name, module in named.items():
             if auto is not None:

@@ -22,6 +22,7 @@ __all__ = [
     "blocks_of",
     "find_blocks",
     "find_experts",
+    "flat",
     "groups_of",
     "names_of",
 ]
@@ -51,7 +52,7 @@ def groups_of(model: nn.Module, blocks: Modules | None, modules: Modules | None)
     found = match_groups(model, modules, "modules")
     if blocks is None:
         return found
-    inside = tuple(f"{name}." for named in blocks_of(model, blocks).values() for name in named)
+    inside = tuple(f"{name}." for name in flat(blocks_of(model, blocks)))
     groups = {
         group: {name: module for name, module in named.items() if f"{name}.".startswith(inside)}
         for group, named in found.items()
@@ -64,10 +65,15 @@ def groups_of(model: nn.Module, blocks: Modules | None, modules: Modules | None)
     return groups
 
 
+def flat(groups: Blocks) -> dict[str, nn.Module]:
+    """The modules of all groups, by name."""
+    return {name: module for named in groups.values() for name, module in named.items()}
+
+
 def names_of(groups: Blocks, patterns: str | Sequence[str] | None, argument: str) -> set[str]:
     """Names of modules in groups that patterns match; none for None. Raises ValueError for a pattern without
     any."""
-    names = [name for named in groups.values() for name in named]
+    names = [*flat(groups)]
     found: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
         if not (matched := {name for name in names if fnmatchcase(name, pattern)}):
@@ -109,7 +115,7 @@ def find_blocks(model: nn.Module) -> Blocks:
 
 def beside_blocks(model: nn.Module, blocks: Blocks) -> list[str]:
     """Names and classes of what has parameters and is no block in the lists that hold these blocks."""
-    names = [name for named in blocks.values() for name in named]
+    names = [*flat(blocks)]
     found = []
     for of in dict.fromkeys(name.rpartition(".")[0] for name in names):
         for child, module in _members(model.get_submodule(of)).items():
@@ -178,7 +184,7 @@ def find_experts(model: nn.Module) -> tuple[list[str], list[str]]:
             "modules in offload.apply(model, modules=[...])"
         )
     try:
-        blocks = {name for named in find_blocks(model).values() for name in named}
+        blocks = {*flat(find_blocks(model))}
     except ValueError:
         blocks = set()
     mixtures: dict[str, None] = {}
@@ -232,19 +238,14 @@ def match_groups(model: nn.Module, given: Modules, argument: str) -> Blocks:
     if not given or not all(isinstance(group, str) and group for group in given):
         raise ValueError(f"{argument} is {given!r}, must name each group, such as {{'experts': '*.experts'}}")
     return {
-        group: {
-            name: module
-            for named in without_nested(match_modules(model, patterns, argument)).values()
-            for name, module in named.items()
-        }
+        group: flat(without_nested(match_modules(model, patterns, argument)))
         for group, patterns in given.items()
     }
 
 
 def without_nested(groups: Blocks) -> Blocks:
     """`groups` without the modules that lie inside another one of them, whichever pattern matched."""
-    members = [module for modules in groups.values() for module in modules.values()]
-    inner = {part for module in members for part in module.modules() if part is not module}
+    inner = {part for module in flat(groups).values() for part in module.modules() if part is not module}
     outer = {
         group: {name: module for name, module in modules.items() if module not in inner}
         for group, modules in groups.items()

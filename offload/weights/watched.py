@@ -148,8 +148,7 @@ class StreamedWeight(Watched):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with _held((owner_of(self),)):
             plain = untouched(Tensor.detach, (self,), {})
-            text = repr(nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain)
-        return text
+            return repr(nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         on_host = _on_host(self)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from offload.errors import DtypeMismatchError, InvalidStateTransitionError, OffloadError, OffloadOOMError
-from offload.modules.blocks import find_blocks, without_nested
+from offload.modules.blocks import find_blocks, flat, without_nested
 from offload.modules.weights import chosen_weights
 from offload.weights.choose import Choice
 
@@ -165,7 +165,7 @@ def _modules_of(model: nn.Module, given: str | Sequence[nn.Module] | None) -> di
                 f"{type(model).__name__}, such as {', '.join(list(dict(model.named_modules()))[1:6])}; give "
                 "a regular expression that is found in names, or modules of this model"
             )
-    return {name: each for group in without_nested(groups).values() for name, each in group.items()}
+    return flat(without_nested(groups))
 
 
 @dataclass(slots=True)
