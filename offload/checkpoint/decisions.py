@@ -57,7 +57,7 @@ def _chooses(tensor: torch.Tensor) -> bool:
 def choices_of(operator: Any, given: Sequence[torch.Tensor], output: Any) -> list[torch.Tensor]:
     """Whole numbers and booleans that a call makes of the other numbers among `given`, writes in place, or
     views as such. Attention makes seeds."""
-    if all(map(_is_whole, given)) or operator in _products():
+    if all(map(_is_whole, given)) or operator in default_operators():
         return []
     writes = isinstance(operator, OpOverload) and operator._schema.is_mutable
     dtypes = {(part.untyped_storage()._cdata, part.dtype) for part in given}
@@ -225,8 +225,3 @@ class Finder:
                 if score.numel() <= self._most_elements:
                     found[maker.place] = score, KeptCall(*maker.place, maker.make, score, None)
         return found
-
-
-@functools.cache
-def _products() -> frozenset[Operator]:
-    return default_operators()

@@ -6,6 +6,7 @@ One invariant: only operators that this torch has, and that may be kept.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ _ATTENTION = (
 _OVERLOADS = ("default", "dtype")  # mm.dtype: with a dtype of its own for the result
 
 
+@cache
 def default_operators() -> frozenset[Operator]:
     """Matrix products, and every form of attention that scaled_dot_product_attention and flex_attention call.
 
