@@ -15,18 +15,6 @@ from itertools import pairwise
 
 from torch import nn
 
-__all__ = [
-    "Blocks",
-    "Modules",
-    "beside_blocks",
-    "blocks_of",
-    "find_blocks",
-    "find_experts",
-    "flat",
-    "groups_of",
-    "names_of",
-]
-
 Blocks = dict[str, dict[str, nn.Module]]
 """By group name, the modules of the group by their qualified name, in the order in which the model has
 them."""

@@ -103,8 +103,8 @@ class PlacingOptions:
             )
         unfit = {
             "capturable": "capturable=True is for an optimizer that lives on the device",
-            "differentiable": "differentiable=True keeps the step in autograd's graph, and a step on the host "
-            "leaves it",
+            "differentiable": "differentiable=True keeps the step in autograd's graph, and a step on the "
+            "host leaves it",
         }
         for name, why in unfit.items():
             if self.kwargs.get(name) and self.offload_fraction > 0:

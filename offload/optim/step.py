@@ -57,8 +57,8 @@ def checked_overlap(overlap: str, model: nn.Module | None, *, has_workers: bool,
     if not has_workers:
         raise ValueError(
             f"overlap={overlap!r} needs workers; overlap_cpu_optimizer_d2h_h2d=False, an atomic step (of all "
-            "but torch's fused kernels, unless atomic_step=False) and a class that is not of torch.optim have "
-            'none: leave them out, or use overlap="step"'
+            "but torch's fused kernels, unless atomic_step=False) and a class that is not of torch.optim "
+            'have none: leave them out, or use overlap="step"'
         )
     if overlap == "backward" and clips:
         raise ValueError(
