@@ -29,7 +29,8 @@ class SavedGroup:
 
     leaves: whether anything of it does. stays_from: the slot from which on its blocks stay nevertheless;
     None if all leave. kept_by_plan: nothing else keeps what stays, so it may leave after all. first_kept:
-    leaves and stays_from as one number. kept: the record that the next storages that stay join.
+    leaves and stays_from as one number. kept: the record that the next storages that stay join; its handles
+    hold it, so that a group that an exception left open holds nothing.
     unwritten_until: autograd's number while an operator runs of whose saves one has no gradient: rrelu saves
     its noise, and then draws it, unseen by any version. Its saves leave with the next one, or at the
     commit. waits: nothing leaves by itself; whoever owns the group spills its blocks.
@@ -45,7 +46,7 @@ class SavedGroup:
     pending: list[DeviceBlock] = field(default_factory=list)
     pending_bytes: int = 0
     deferred: list[weakref.ref[Record]] = field(default_factory=list)
-    kept: Record | None = None
+    kept: weakref.ref[Record] | None = None
     nbytes: int = 0  # eligible bytes, one count a storage: what leaves if the group does
     logical_bytes: int = 0  # the same, one count a saved tensor
     slots: int = 0

@@ -200,7 +200,7 @@ class TensorStore:
         most, limit = self.piece_bytes, transfers.limits.device_limit_bytes
         if limit is not None:
             most = min(most, limit // KEPT_SHARE)
-        record = group.kept
+        record = None if group.kept is None else group.kept()
         if record is not None and record.block.nbytes + nbytes <= most:
             transfers.adopt(record.block, nbytes)
             return record
@@ -212,7 +212,7 @@ class TensorStore:
         chunk.blocks.append(block)
         transfers.adopt(block)
         # what a checkpointed region saves is read in an order of its own
-        group.kept = record if chunk.noted is None else None
+        group.kept = weakref.ref(record) if chunk.noted is None else None
         return record
 
     def _probe(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -250,7 +250,7 @@ class TensorStore:
 
     def commit(self, group: SavedGroup) -> None:
         """No more saves will come: decide on partial views, and send what is left. Blocks the host: never."""
-        group.kept = None  # its handles hold it
+        group.kept = None
         # a plan under a limit counts on what stays packed, too
         packs_all = self._transfers.limits.device_limit_bytes is not None
         deferred, group.deferred = group.deferred, []
