@@ -28,6 +28,8 @@ STAGE_BLOCKS, PIPELINE_MICROBATCHES, PIPELINE_STEPS = 2, 4, 3
 MODES: tuple[Any, ...] = ("groups", True, "hidden_states")
 TENSOR_PARALLEL = "tensor parallel"
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "zbv")
+if torch.__version__ < "2.13":  # whose own stage sends itself a message where a rank has two neighbours
+    SCHEDULES = SCHEDULES[:-1]
 
 
 class Block(nn.Module):

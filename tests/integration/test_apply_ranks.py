@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.integration.apply_ranks import (
     BLOCKS,
@@ -89,10 +90,10 @@ def test_each_step_of_the_optimizer_ends_one_step(
     for rank in two_ranks:
         announced = [step["ended"] for step in rank[name][f"ours {mode}"]["counted"]]
         assert announced == [step + 1 for step in range(PIPELINE_STEPS)]
-        # torch's own stage runs a hidden forward first, and until the optimizer has stepped once a forward
-        # that finds nothing alive ends a step as well
+        # torch's own stage runs a hidden forward first, which saves nothing up to torch 2.12, and until the
+        # optimizer has stepped once a forward that finds nothing alive ends a step as well
         first, *later = [step["ended"] for step in rank[name][f"torch {mode}"]["counted"]]
-        assert first in (2, 1 + PIPELINE_MICROBATCHES)
+        assert first - (torch.__version__ >= "2.13") in (1, PIPELINE_MICROBATCHES)
         assert later == [first + 1 + step for step in range(PIPELINE_STEPS - 1)]
 
 
