@@ -98,7 +98,7 @@ class Model(nn.Module):
 
     inside: the checkpoint is within the block's call, so that a recompute runs no hooks of the block. Around
     it, an engine whose hooks of a forward fetch the next block's weights fetches each block three times a
-    step instead of twice (TrainStream 0.4.1: 706 for 484 ms).
+    step instead of twice (TrainStream 0.4.1: 706 for 487 ms).
     """
 
     def __init__(self, shape: Shape, *, inside: bool = False, **where: Any) -> None:
