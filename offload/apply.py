@@ -278,10 +278,12 @@ class Applied:
         if end_conductor is not None:
             self._undo.callback(end_conductor)
 
-    def _hook(self, module: nn.Module, calls: Calls) -> None:
+    def _hook(self, module: nn.Module, calls: Calls) -> HookPair:
         assert self._root is not None
-        self._undo.callback(HookPair(module, calls.enter, calls.leave, self._root.calls).remove)
+        pair = HookPair(module, calls.enter, calls.leave, self._root.calls)
+        self._undo.callback(pair.remove)
         self._taken[module] = self
+        return pair
 
     def _hook_weights(
         self, stream: WeightStream | None, gradients: GradientStream | None, model: nn.Module
@@ -555,7 +557,7 @@ def apply(
     handle._undo.callback(_steps.discard, root)
     # first, so that they are inside of the blocks' other hooks
     handle._hook_weights(stream, gradient_stream, model)
-    handle._hook(model, root)
+    own = handle._hook(model, root)
     root.watch = Watch(warns=recompute_differs == "warn", moves=mode == "auto", never=never)
     if mode == "auto" and auto is None:
         auto = Auto(marks.default_manager, total_bytes)
@@ -567,10 +569,13 @@ def apply(
         handle._undo.callback(ends)
     for name, module in flat(whole).items():
         handle._hook(module, GroupCalls(root, name, None, block=True))
+    pairs: dict[str, HookPair] = {}
+    if auto is not None:
+        auto.rests.add(root, own, pairs, _steps)
     for group, named in groups.items():
         for name, module in named.items():
             if auto is not None:
-                handle._hook(module, MixedCalls(root, name, auto))
+                pairs[name] = handle._hook(module, MixedCalls(root, name, auto))
             elif mode in RECOMPUTING:
                 handle._hook(module, RecomputedCalls(root, name, mode))
             else:

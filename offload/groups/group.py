@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from offload.saved.chunk import SavedGroup
 
-__all__ = ["KEPT", "ROUTING", "Cost", "Group", "Sizes"]
+__all__ = ["HEAD", "KEPT", "ROUTING", "Cost", "Group", "Sizes"]
 
 KEPT = "kept"
 """Group of the outputs that mode "auto" does not recompute. No user named it, so no warning blames it for
@@ -19,6 +19,9 @@ moving nothing."""
 
 ROUTING = "routing"
 """Group of what a block decides whose other outputs are recomputed: beside the inputs, the only one."""
+
+HEAD = "head"
+"""What comes between the last block of a forward and its backward, in mode "auto": nothing of it leaves."""
 
 
 class Cost(NamedTuple):

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from offload.groups.chunk import ChunkGroups
-from offload.groups.group import KEPT, ROUTING, Group
+from offload.groups.group import HEAD, KEPT, ROUTING, Group
 from offload.groups.survey import Survey
 from offload.ids import ChunkId
 from offload.sizes import bytes_text
@@ -174,7 +174,7 @@ class MarkReport:
         self, model: int | None, groups: Sequence[Group], min_elements: int, survey: Survey | None
     ) -> None:
         moved = {group.name for group in groups if _moved(group)}
-        others = {*moved, *self._inside, KEPT, ROUTING}
+        others = {*moved, *self._inside, HEAD, KEPT, ROUTING}
         idle = list(dict.fromkeys(group.name for group in groups if group.name not in others))
         hooked = {group.name for group in groups if group.hooked}
         largest = 0 if survey is None else survey.largest_small(model)

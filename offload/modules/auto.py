@@ -1,27 +1,26 @@
-"""Mode "auto": which blocks of which chunks are kept, moved or recomputed, so that a step fits a total of
-device memory and takes the least time.
+"""Mode "auto": which blocks of which chunks run plain, are recomputed, or move what they save, so that a step
+fits a total of device memory and takes the least time.
 
     step 1      the first block of each kind runs plain and is profiled, and all that it saves leaves. The
                 others are recomputed whole, where that is right, so the total holds from the start
-    step 2      recomputes all of these: what a step needs beside saved tensors is measured
-    its end     a search over simulated steps (policy/mixture.py) chooses a level for each block of each
-                chunk. What waits for the backward under these levels is kept or moved by the groups' own plan
-    later       times and memory are measured under the plan, and it is made anew where they differ.
-                One that is slower than no plan is given up
+    step 2      recomputes all of these: what that takes, at each block's boundary
+    step 3      one block of each kind runs plain, without a hook of autograd: its seconds and its bytes
+    step 4      the rule: as many whole blocks plain as fit, the others recomputed
+    later       what is finer is tried in real steps, and followed where these are faster
 
-Here is what is done at a forward and at the end of a step. block_calls.py has how a call runs under the plan,
-auto_memory.py the limit that the total leaves, auto_plan.py which plan is followed,
-auto_guard.py whether it is slower than none, beside.py the search on a thread, auto_ranks.py how ranks whose
-blocks communicate agree on one.
+Here is what is done at a forward and at the end of a step. block_calls.py has how a call runs, rule.py how
+many blocks fit, ladder.py what the next step does, auto_memory.py what a step takes, auto_plan.py the
+search's plan, beside.py the search on a thread, auto_ranks.py how ranks whose blocks communicate do the same.
 
-There is one plan for all models of a process that the mode is applied to: they share the device.
+There is one plan for all models of a process that the mode is applied to: they share the device. A device
+without an allocator and a clock, as the simulated one, measures nothing: there the plan is followed as it is.
 
-One invariant: a plan changes what is kept, moved and computed again, never a result. It changes between steps
-only, and a step that is unlike the planned one runs all the same.
-"""
+One invariant: what is chosen changes what is kept, moved and computed again, never a result. It changes
+between steps only, and a step that is unlike the measured one runs all the same."""
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -31,15 +30,21 @@ from torch import nn
 
 from offload.checkpoint.hidden_states import BeforeAgain
 from offload.client import Client
+from offload.device import Device, Event
 from offload.engine import OffloadEngine
-from offload.groups.group import Cost
+from offload.groups.group import HEAD, Cost
 from offload.groups.manager import GroupsManager
-from offload.modules.auto_memory import BLOCKS, HEAD, AutoMemory
-from offload.modules.auto_plan import AutoPlan
+from offload.modules.auto_memory import BLOCKS, AutoMemory
+from offload.modules.auto_plan import AutoPlan, measure_link
 from offload.modules.auto_ranks import AutoRanks
 from offload.modules.block_calls import BlockCalls, Chosen
+from offload.modules.ladder import Ended, Ladder, State, Tried
+from offload.modules.rests import Rests
 from offload.modules.root import ModelRoot
+from offload.modules.rule import Rule, Trace, probes
+from offload.params.view import local_of
 from offload.planner.explained import Explanation
+from offload.policy.actions import ChunkKey
 from offload.telemetry.records import StepStats
 from offload.telemetry.speaker import speaker
 
@@ -50,6 +55,16 @@ logger = speaker(__name__)
 _GUESSES = 16
 """Guessed ends that are passed over: before the first optimizer step they may be ends of microbatches."""
 
+_OF_DEVICE = 0.95
+"""Where no total was asked for: of what the device has."""
+
+_PINNED_A_STEP = 0.1
+"""Of a step's time, what pinning takes of it."""
+
+_PINNED_BYTES_PER_S = 17e9
+
+_USUAL_LINK = 50e9  # bytes a second, where none was measured
+
 _PATIENCE = 10
 """Whole steps without a plan after which that is said."""
 
@@ -58,7 +73,7 @@ class Auto(Client):
     """Of all models of one engine. manager: asked at each forward. total_bytes: of device memory; None:
     whatever makes a step at most a hundredth longer and frees most. models: that it is applied to.
 
-    Steps that it still plans for reset torch's memory peaks at their begin.
+    Steps that are still compared reset torch's memory peaks at their begin, and the first two inside, too.
     """
 
     name = "auto"
@@ -76,6 +91,13 @@ class Auto(Client):
         self._engine: weakref.ref[OffloadEngine] | None = None
         self._parts = 0  # of steps, that were passed over
         self._is_rest = False  # a part of the step under way has ended
+        self._roots = weakref.WeakSet[ModelRoot]()
+        self.ladder: Ladder | None = None  # None where a device measures nothing
+        self._measured = 0  # steps, of those that the rule is made from
+        self._input_bytes = 0  # of the blocks of the last step
+        self._clock = _Clock()
+        self._offers = 0  # ends at which ranks had no plan
+        self.rests = Rests()
 
     # -- a forward -------------------------------------------------------------------------------------------
     def choose(
@@ -84,6 +106,7 @@ class Auto(Client):
         """How this call of block `name` of `root` runs. Blocks the host: never."""
         manager = self._manager()
         engine = manager.engine
+        self._roots.add(root)
         before = self._attached()
         if before is not engine:
             if before is not None:
@@ -92,6 +115,7 @@ class Auto(Client):
             self._engine = weakref.ref(engine)
             engine.attach(self)
             self.memory.attach(engine)
+            self.ladder = self._new_ladder(engine)
             self.begin_step()
         with engine.lock:
             engine.transfers.claim(0)
@@ -102,28 +126,45 @@ class Auto(Client):
             return chosen
         return chosen._replace(before_again=partial(self._begin_again, before_again))
 
+    def _new_ladder(self, engine: OffloadEngine) -> Ladder | None:
+        if engine.device.allocator_bytes() is None:
+            return None
+        if self.total_bytes is not None:
+            return Ladder(self.total_bytes)
+        free_bytes = engine.device.free_bytes() or 0
+        return Ladder(round(_OF_DEVICE * (free_bytes + engine.device.active_bytes())), is_asked=False)
+
     def _begin_again(self, begin: BeforeAgain) -> Callable[[float], None] | None:
         engine = self._attached()
         if engine is not None:
             self.memory.phase_begins(engine, BLOCKS)
         return begin()
 
-    def blocks_end(self, root: ModelRoot) -> None:
-        """The last block of a forward of `root` is over. What the head and the loss need beyond a block gets
-        its room: the group without bytes tells the plan."""
-        engine, head_bytes = self._manager().engine, self.memory.head_bytes
+    def blocks_end(self, root: ModelRoot, output: Any) -> None:
+        """The last block of a forward of `root` is over, and has returned `output`. What the head and the
+        loss need beyond a block gets its room: the group without bytes tells the plan. Under a rule it says
+        when the backward begins, and nothing else does."""
+        manager = self._manager()
+        engine, head_bytes = manager.engine, self.memory.head_bytes
         self.memory.phase_begins(engine, HEAD)
-        if head_bytes:
+        if self.plan.followed is None and self.ladder is not None:
+            group = root.open_group(HEAD)
+        elif head_bytes:
             with engine.lock:
                 engine.transfers.claim(head_bytes)
-            group = root.open_group(HEAD, cost=Cost(0.0, head_bytes))
-            if group is not None:
-                group.close(None, False)
+            group, output = root.open_group(HEAD, cost=Cost(0.0, head_bytes)), None
+        else:
+            return
+        if group is not None:
+            group.close(output, False)
 
-    def plain_is_read(self, gradients: object) -> None:
-        """The backward has come to a block that makes nothing again."""
+    def plain_is_read(self, place: tuple[ChunkKey, int] | None, gradients: object) -> None:
+        """The backward has come to a block that makes nothing again. place: of the call, where it moved what
+        it saved by no plan."""
         engine = self._attached()
         if engine is not None:
+            if place is not None and self.calls.trace is not None:
+                self.calls.backward_reads(place, engine.device.active_bytes() + self.calls.moved_bytes(place))
             self.memory.phase_begins(engine, BLOCKS)
             with engine.lock:
                 engine.transfers.claim(0)
@@ -132,6 +173,7 @@ class Auto(Client):
         """The hooks of a model are gone. After the last one the engine has the limit again that its config
         had before."""
         self.models -= 1
+        self._wake()
         engine = self._attached()
         if not self.models and engine is not None:
             engine.detach(self)
@@ -151,6 +193,8 @@ class Auto(Client):
         engine = self._attached()
         if engine is not None:
             self.memory.begin_step(engine)
+            if self.ladder is not None:
+                self._clock.begins(engine.device)
 
     def step_ended(self, stats: StepStats) -> None:
         """As Client: plan, once enough is known. Blocks the host at the end of the first step, until the
@@ -160,12 +204,17 @@ class Auto(Client):
         engine, plan = manager.engine, self.plan
         self.calls.take_profiles(engine.device)
         agrees = self._ranks.agree_on_profiles(end_was_guessed=manager.end_was_guessed)
+        peak_bytes = self.memory.take_peak(engine)
+        seconds_before = None if self.ladder is None else self._clock.ends(engine.device)
         has_run = self._look_at_step(manager, stats)
-        if agrees:
+        if self.ladder is not None:
+            if has_run and (agrees or not self.calls.peers):
+                self._climb(manager, self.ladder, peak_bytes, seconds_before)
+        elif agrees:
             self._ranks.agree_on_plan(manager)
         elif has_run and not self.calls.peers:
             plan.make_if_wanted(manager)
-            has_reason = plan.is_searched or plan.gave_up or self.memory.has_no_room
+            has_reason = plan.is_searched or self.memory.has_no_room
             if plan.followed is None and plan.num_steps == _PATIENCE and not has_reason:
                 self._say_no_plan(manager)
 
@@ -174,19 +223,169 @@ class Auto(Client):
         seen, ran, plan = manager.last_step, self.calls.take_ran(), self.plan
         if seen is None or not seen.backward_order or not any(ran.values()) or self._is_part(manager):
             return False
-        if plan.num_steps > 0 and not self.memory.step_ended(
-            manager,
-            stats,
-            is_planned=self.calls.levels is not None,
-            is_final=plan.is_final,
-            vary=plan.recent.lengths.vary,
+        self._input_bytes = sum(call.input_bytes for calls in ran.values() for call in calls)
+        ladder = self.ladder
+        is_compared = ladder is None or self._measured == 1 or plan.followed is not None
+        if (
+            plan.num_steps > 0
+            and is_compared
+            and not self.memory.step_ended(
+                manager,
+                stats,
+                is_planned=self.calls.levels is not None,
+                is_final=plan.is_final,
+                vary=plan.recent.lengths.vary,
+            )
         ):
             if self.calls.peers:
                 plan.plans_left = 1  # one for all, where ranks agree next
-            else:
+            elif ladder is None:
                 plan.follow(manager, None)
-        plan.step_ended(manager, ran, stats.stall_ms / 1e3)
+            else:
+                plan.follow_none()
+                ladder.plan_fails()
+        is_new = plan.step_ended(manager, ran)
+        if is_new and ladder is not None and ladder.state is not State.MEASURE:
+            plan.follow_none()
+            self._measured = 0
+            self._wake()
+            self.ladder = self._new_ladder(manager.engine)
         return True
+
+    # -- the ladder ------------------------------------------------------------------------------------------
+    def _climb(
+        self, manager: GroupsManager, ladder: Ladder, peak_bytes: int, seconds_before: float | None
+    ) -> None:
+        """Decide how the next step runs, by the one that has ended. Blocks the host for ranks that decide
+        together, and for a tenth of a step while it pins."""
+        engine, calls, plan = manager.engine, self.calls, self.plan
+        if self._measured == 2 and ladder.trace is not None:
+            engine.device.synchronize(engine.device.record(engine.device.compute))
+            measure_link(engine)
+            rate = _USUAL_LINK if engine.rates is None else engine.rates.d2h_bytes_per_s
+            ladder.bytes_per_s = rate
+            ladder.costs = calls.costs(_kinds_of(ladder.trace), rate)
+            calls.end_looks()
+            gc.collect()  # what was measured has left many objects: a full collection falls in this step
+        is_final = plan.is_final and manager.what_stays_is_settled
+        step = Ended(peak_bytes, self._input_bytes, seconds_before, plan.is_new, is_final)
+        facts = self._ranks.common(ladder.facts(step))
+        if self._measured < 3 and not self._measure(engine, ladder, is_over=facts.is_over):
+            return
+        ladder.ended(step, facts)
+        if ladder.follows_plan:
+            self._ranks.agree_on_plan(manager) if calls.peers else plan.make_if_wanted(manager)
+        elif plan.followed is not None:
+            plan.follow_none()
+        elif ladder.wants_plan:
+            self._offer_plan(manager, ladder)
+        if ladder.state is not State.SETTLED or ladder.follows_plan:
+            self._wake()
+        elif not self.rests.any:
+            self.memory.is_measured = False
+            self._rest(ladder)
+
+    def _rule_for(self, factor: float) -> Rule:
+        """Of a forward that begins."""
+        ladder = self.ladder
+        if ladder is None:
+            return Rule()
+        rule = ladder.rule_for(factor)
+        if rule is not ladder.rule:
+            self._wake()
+        return rule
+
+    def _rest(self, ladder: Ladder) -> None:
+        """Blocks that run plain, under the rule that is settled, lose their hooks."""
+        calls, trace = self.calls, ladder.trace
+        assert trace is not None
+        plain: dict[int, set[str]] = {}
+        others: dict[int, set[str]] = {}
+        for chunk, names in calls.names.items():
+            for place, name in enumerate(names):
+                is_plain = ladder.rule.is_plain(chunk, place)
+                (plain if is_plain else others).setdefault(chunk[0], set()).add(name)
+        alone = {stage: frozenset(names - others.get(stage, set())) for stage, names in plain.items()}
+        resting = self.rests.rest(alone, all_fits=ladder.keeps_all and self.total_bytes is not None)
+        for chunk, names in calls.names.items():
+            kinds = trace.kinds.get(chunk, [])
+            calls.resting[chunk[0]] = {
+                place: (name, kind, ladder.costs[kind].given_bytes)
+                for place, (name, kind) in enumerate(zip(names, kinds, strict=False))
+                if name in resting
+            }
+
+    def _wake(self) -> None:
+        self.rests.wake()
+        self.calls.resting.clear()
+
+    def _measure(self, engine: OffloadEngine, ladder: Ladder, *, is_over: bool) -> bool:
+        """Begin the next of the steps that the rule is made from; True once all have run. is_over: the one
+        that has ended passed the total."""
+        calls, memory, trace = self.calls, self.memory, self.calls.trace
+        self._measured += 1
+        if self._measured == 2 and is_over and not ladder.rule.moves:
+            ladder.rule, self._measured = Rule(moves=True), 1
+        elif self._measured == 1:
+            ladder.rule = Rule(moves=bool(calls.peers) or not self._inputs_fit(engine, ladder))
+            calls.rule_for = self._rule_for
+        if self._measured == 1:
+            memory.by_phase = True
+            calls.begin_trace(Trace(ladder.rule.moves, engine.device.active_bytes()))
+            for root in self._roots:
+                root.given_bytes = 0
+        elif self._measured == 2:
+            assert trace is not None
+            memory.by_phase, calls.trace = False, None
+            trace.peak_bytes = memory.peaks.get(BLOCKS, 0)
+            trace.head_bytes = memory.peaks.get(HEAD, 0)
+            trace.input_bytes = self._input_bytes
+            if is_over:
+                ladder.refuse()
+                if memory.total is not None:
+                    memory.no_room()
+                return False
+            ladder.trace = trace
+            ladder.rule = probes(trace, calls.costs(_kinds_of(trace), _USUAL_LINK), ladder.total_bytes)
+        return self._measured == 3
+
+    def _inputs_fit(self, engine: OffloadEngine, ladder: Ladder) -> bool:
+        """Whether a step has room for its blocks' inputs as well, before an optimizer has made its state: as
+        Adam's, twice what is trained."""
+        found = engine.device.allocator_bytes()
+        peak_bytes = max(self.memory.peaks.values(), default=0 if found is None else found[1])
+        weights = (weight for root in self._roots for weight in root.parameters() if weight.requires_grad)
+        trained = sum(own.numel() * own.element_size() for own in map(local_of, weights))
+        return peak_bytes + self._input_bytes + 2 * trained <= ladder.total_bytes
+
+    def _offer_plan(self, manager: GroupsManager, ladder: Ladder) -> None:
+        """Follow the search's plan, once it is there and has its memory on the host, if it is said to be
+        faster than the rule."""
+        plan = self.plan
+        if self.calls.peers:
+            self._ranks.agree_on_plan(manager)
+            self._offers += 1
+            if plan.followed is not None:
+                ladder.plan_begins()
+            elif self._offers == _PATIENCE:
+                ladder.no_plan()
+            return
+        found, rule_s = plan.ready(manager), ladder.seconds()
+        if found is None or rule_s is None:
+            if not plan.is_searched:
+                self._offers += 1
+                if self._offers == _PATIENCE:
+                    ladder.no_plan()
+            return
+        if found is False or (self.total_bytes is not None and found.predicted_step_s >= rule_s):
+            if found is not False:
+                ladder.tried["plan"] = Tried("plan, as it is predicted", [found.predicted_step_s])
+            plan.follow_none()
+            ladder.no_plan()
+        elif plan.pin(manager.engine, found, round(_PINNED_A_STEP * rule_s * _PINNED_BYTES_PER_S)):
+            plan.make_if_wanted(manager)
+            if plan.followed is not None:
+                ladder.plan_begins()
 
     def _is_part(self, manager: GroupsManager) -> bool:
         """Whether what has ended may be a part of a step: where ends are guessed."""
@@ -199,10 +398,12 @@ class Auto(Client):
         engine, plan, total = self._attached(), self.plan, self.memory.total
         is_ended = plan.followed is None or not self.models
         is_final = plan.is_final and (is_ended or self._manager().what_stays_is_settled)
+        is_final = is_final and (self.ladder is None or self.ladder.state is State.SETTLED)
         if self.memory.has_no_room:
             state = "device_total leaves no choice: every block is recomputed, and its input moved"
-        elif plan.gave_up:
-            state = "a step under the plan took longer than one that recomputes every block: that is done"
+        elif self.ladder is not None and plan.followed is None:
+            state = self.ladder.text()
+            is_final = self.ladder.state in (State.SETTLED, State.REFUSED)
         elif plan.followed is None:
             state = (
                 f"no plan yet: {plan.num_steps} of at least 2 steps that it is made from have ended; "
@@ -235,3 +436,28 @@ class Auto(Client):
             else "its forwards and backwards are not timed, as where chunks are marked by hand; leave "
             "init_chunk_handler() out, or use mode='hidden_states'",
         )
+
+
+def _kinds_of(trace: Trace) -> list[Any]:
+    return list(dict.fromkeys(kind for kinds in trace.kinds.values() for kind in kinds))
+
+
+class _Clock:
+    """Seconds of steps on the device, from the first forward to the end of the last backward. Blocks the
+    host: never."""
+
+    def __init__(self) -> None:
+        self._start: Event | None = None
+        self._before: tuple[Event, Event] | None = None
+
+    def begins(self, device: Device) -> None:
+        self._start = None if device.is_capturing() else device.record(device.compute, timed=True)
+
+    def ends(self, device: Device) -> float | None:
+        """A step has ended. Returns the seconds of the one before it, None where they are not known."""
+        before, start = self._before, self._start
+        self._start = None
+        self._before = None if start is None else (start, device.record(device.compute, timed=True))
+        if before is None or not device.poll(before[1]):
+            return None
+        return device.elapsed_ms(*before) / 1e3

@@ -11,7 +11,10 @@ One invariant: a limit of its own holds while a plan is followed, and the config
 
 from __future__ import annotations
 
+from math import inf
+
 from offload.engine import OffloadEngine
+from offload.groups.group import HEAD
 from offload.groups.manager import GroupsManager
 from offload.planner.total import TotalMemory
 from offload.sizes import bytes_text
@@ -19,16 +22,19 @@ from offload.telemetry.records import StepStats
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.limits import CONFIG, Contributor
 
-__all__ = ["BLOCKS", "HEAD", "AutoMemory"]
+__all__ = ["BLOCKS", "AutoMemory"]
 
 logger = speaker(__name__)
 
-BLOCKS, HEAD = "blocks", "head"
-"""Phases of a step: forwards and backwards of blocks, and what comes between the two."""
+BLOCKS = "blocks"
+"""Phase of a step: forwards and backwards of blocks. HEAD is what comes between the two."""
 
 _WORTH_A_CLAIM = 0.005
 """Of the total: a head that needs less beyond a block has no room of its own."""
 
+
+_IN_FLIGHT = 1 / 8
+"""Of the total: copies to the host under way at once, whose sources are on the device."""
 
 _MAY_BE_REFUSED = 8
 """Steps without a plan in which the total may yet be found to be too small for any."""
@@ -37,6 +43,7 @@ _MAY_BE_REFUSED = 8
 class AutoMemory:
     """Of one engine. total: None where none was asked for. head_bytes: that the head and the loss need beyond
     what a block needs. is_measured: steps from now on, which resets torch's memory peaks at their begin.
+    by_phase: and between their phases, too. peaks: of the last such step, active bytes at most by phase.
     has_no_room: the total is less than a step takes that recomputes every block.
 
     Nothing here blocks the host.
@@ -48,8 +55,11 @@ class AutoMemory:
     def __init__(self, total_bytes: int | None) -> None:
         self.total = None if total_bytes is None else TotalMemory(total_bytes)
         self.head_bytes = 0
-        self.is_measured = self.total is not None
+        self.is_measured = True
         self.has_no_room = False
+        self.by_phase = True
+        self.peaks: dict[str, int] = {}
+        self._highest = 0
         self._phase = ""
         self._phase_held = 0  # saved bytes at its begin
         self._rests: dict[str, int] = {}  # by phase: active bytes beside saved ones, at most
@@ -68,27 +78,42 @@ class AutoMemory:
     def begin_step(self, engine: OffloadEngine) -> None:
         """The first forward of a step begins."""
         found = None if engine.device.is_capturing() else engine.device.allocator_bytes()
-        if found is None or self.total is None:
+        if found is None:
             return
-        if found[1] > self.total.total_bytes and self.is_measured and self._fitted:
+        total_bytes = inf if self.total is None else self.total.total_bytes
+        if found[1] > total_bytes and self.is_measured and self._fitted:
             if self._said.first("optimizer"):
                 logger.warning(
                     "active memory was at most %s between the end of a step's backward and the next forward, "
                     "and device_total is %s: mode='auto' does not lower the optimizer's step. Give a larger "
                     "total, or use a HybridDeviceOptimizer",
                     bytes_text(found[1]),
-                    bytes_text(self.total.total_bytes),
+                    bytes_text(int(total_bytes)),
                 )
-        elif found[1] > self.total.total_bytes and not self.is_measured:
+        elif found[1] > total_bytes and self._limited and not self.is_measured:
             self.is_measured = True  # a step has passed it although the plan was settled
+            assert self.total is not None
             self.total.restart()
         if self.is_measured:
             engine.device.reset_allocator_peak()
-            self._peak_bytes, self._phase, self._rests = 0, "", {}
+            self._peak_bytes, self._phase, self._rests, self.peaks = 0, "", {}, {}
+            self._highest = 0
+
+    def take_peak(self, engine: OffloadEngine) -> int:
+        """Active bytes at most of the step that ends; 0 where that is not known, since no step has begun with
+        torch's peaks reset and this one has not risen above those before."""
+        found = engine.device.allocator_bytes()
+        peak_bytes = 0 if found is None else max(found[1], self._peak_bytes)
+        if self._phase:
+            self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), found[1] if found else 0)
+        if peak_bytes <= self._highest:
+            return 0
+        self._highest = peak_bytes
+        return peak_bytes
 
     def phase_begins(self, engine: OffloadEngine, phase: str) -> None:
         """In the steps before a plan: what the phase that ends has needed beside saved tensors."""
-        if phase == self._phase or self._limited or not self.is_measured:
+        if phase == self._phase or self._limited or not (self.is_measured and self.by_phase):
             return
         found = engine.device.allocator_bytes()
         if found is None:
@@ -98,6 +123,7 @@ class AutoMemory:
             held = counts.device_bytes_peak if self._phase == BLOCKS else self._phase_held
             self._rests[self._phase] = max(self._rests.get(self._phase, 0), found[1] - held)
             self._peak_bytes = max(self._peak_bytes, found[1])
+            self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), found[1])
             engine.device.reset_allocator_peak()
         self._phase, self._phase_held = phase, engine.transfers.device_bytes
 
@@ -165,16 +191,19 @@ class AutoMemory:
 
     def measure(self) -> None:
         """From the next step on: others come than before. Where there was no room, there may be now."""
-        self.is_measured = self.total is not None
+        self.is_measured = True
         if self.total is not None and self.has_no_room:
             self.total.rest_bytes, self.has_no_room = None, False
 
     # -- the limit -------------------------------------------------------------------------------------------
     def attach(self, engine: OffloadEngine) -> None:
         """Contribute to the limits of this engine, by which an input half leaves nothing of what it
-        recomputed, until a plan says more."""
+        recomputed, until a plan says more, and no more is under way to the host than the total has room
+        for."""
         self.share = engine.limits.contributor("auto", self)
         self.share.bound("again_room_bytes", 0)
+        if self.total is not None:
+            self.share.bound("max_spilling_bytes", round(_IN_FLIGHT * self.total.total_bytes))
 
     def set_limit(self, limit_bytes: int | None) -> None:
         """A plan is followed that is for this limit."""

@@ -14,32 +14,30 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from offload.engine import OffloadEngine
 from offload.errors import HostBudgetError
 from offload.groups.manager import GroupsManager
 from offload.groups.timed import KnownPlan
-from offload.modules.auto_guard import AutoGuard
 from offload.modules.auto_memory import AutoMemory
 from offload.modules.beside import Beside
 from offload.modules.block_calls import BlockCalls
 from offload.planner.recent import RecentSteps
 from offload.planner.work import Ran, StepWork, with_halves
-from offload.policy.actions import Action, ChunkKey, GroupSize, Rates
+from offload.policy.actions import ChunkKey, GroupSize, Rates
 from offload.policy.keeps import all_of, kept_peak_bytes
 from offload.policy.mixture import MixedPlan, cheapest_mixture, choose_mixture, scaled
 from offload.policy.search import Amounts
 from offload.telemetry.speaker import speaker
 from offload.transfer.link import LINK_TEST_BYTES
 
-__all__ = ["AutoPlan"]
+__all__ = ["AutoPlan", "measure_link"]
 
 logger = speaker(__name__)
 
-_PLANS = 3
-"""Plans of one shape of step: the first from the profile, the others from what was measured under the one
-before."""
+_PLANS = 2
+"""Plans of one shape of step: the first, and another from what was measured under it."""
 
 _STEPS_A_PLAN = 2
 """Before the next one is made: in the first step the groups are new, so all of their saves are looked at; the
@@ -78,8 +76,8 @@ class _Search(NamedTuple):
 
 class AutoPlan:
     """Of one engine. followed: None: every block is recomputed that may be. names: of the blocks that it
-    is for. num_steps: whole ones with a backward, so far. plans_left: of this shape of step. gave_up: the
-    plan of this shape was slower than none."""
+    is for. num_steps: whole ones with a backward, so far. plans_left: of this shape of step. is_new: no step
+    has ended under it."""
 
     def __init__(self, calls: BlockCalls, memory: AutoMemory) -> None:
         self.followed: MixedPlan | None = None
@@ -87,11 +85,9 @@ class AutoPlan:
         self.recent = RecentSteps()
         self.num_steps = 0
         self.plans_left = _PLANS
-        self.gave_up = False
         self._more_plans_left = _MORE_PLANS
         self._calls = calls
         self._memory = memory
-        self._guard = AutoGuard()
         self._search: _Search | None = None
         self._started: weakref.ref[GroupsManager] | None = None  # that searches from what the plan keeps
         self._since_plan = 1  # steps
@@ -99,10 +95,10 @@ class AutoPlan:
         self._shape_before: object = None
         self._lengths: Mapping[int, float] = {}  # that the plan is for, by stage
 
-    def step_ended(
-        self, manager: GroupsManager, ran: Mapping[ChunkKey, Sequence[Ran]], stall_before_s: float
-    ) -> None:
-        """A step with a backward has ended. stall_before_s: what the one before it waited for copies."""
+    def step_ended(self, manager: GroupsManager, ran: Mapping[ChunkKey, Sequence[Ran]]) -> bool:
+        """A step with a backward has ended. Returns whether it is of a shape that comes for the second time
+        in a row and is not planned for; steps that vary are one shape, and where these had no room, they are
+        a new one once the typical length is another."""
         seen = manager.last_step
         assert seen is not None
         self.num_steps += 1
@@ -110,29 +106,20 @@ class AutoPlan:
         known, _ = seen.schedule()
         ran = {chunk: with_halves(calls, seen.halves.get(chunk, ())) for chunk, calls in ran.items()}
         self.recent.ended(known, ran, seen.seconds, head_bytes=self._memory.head_bytes)
-        is_slower = self._guard.step_ended(
-            (tuple(known), tuple(self.recent.lengths.last.items())),
-            is_planned=self.followed is not None,
-            is_final=self.is_final and manager.what_stays_is_settled,
-            seconds_before=seen.seconds,
-            stall_before_s=stall_before_s,
-        )
-        may_give_up = manager.engine.device.pins and not self._calls.peers  # another device is simulated
-        if is_slower and may_give_up and self._memory.holds_without_plan:
-            self._give_up()
-        self._look_at_shape(known)
-
-    def _look_at_shape(self, known: list[Action]) -> None:
-        """A shape that comes twice in a row is planned for, and so are steps that vary. Where these had no
-        room, they are once the typical length is another."""
         lengths, memory = self.recent.lengths, self._memory
         shape = None if lengths.vary else (tuple(known), tuple(lengths.last.items()))
         is_new = shape != self._shape and (shape is None or shape == self._shape_before)
         self._shape_before = shape
-        if is_new or (memory.has_no_room and self._is_too_old):
-            self._shape, self.plans_left, self.gave_up = shape, _PLANS, False
+        is_new = is_new or (memory.has_no_room and self._is_too_old)
+        if is_new:
+            self._shape, self.plans_left = shape, _PLANS
             self._more_plans_left = _MORE_PLANS
             memory.measure()
+        return is_new
+
+    @property
+    def is_new(self) -> bool:
+        return self._since_plan <= 1
 
     @property
     def is_searched(self) -> bool:
@@ -206,6 +193,22 @@ class AutoPlan:
             self.plans_left = max(self.plans_left, 1)
         return fits
 
+    def ready(self, manager: GroupsManager) -> MixedPlan | Literal[False] | None:
+        """What was searched for, not followed yet; False where the total leaves no choice, None where it is
+        not known yet. Begins a search where none is under way. Blocks the host as `make_if_wanted` does, but
+        for what `follow` does."""
+        search = self._search
+        if search is None:
+            work = self.recent.step() if self._memory.is_known else None
+            if work is None:
+                return None
+            choose = self._choice(manager.engine, work, patience=1)
+            if choose is None:
+                return False
+            found = Beside(choose, waits=not manager.engine.device.pins)
+            search = self._search = _Search(found, self._shape, self.recent.lengths.typical())
+        return search.plan.result() if search.plan.is_over else None
+
     def _scale(self, manager: GroupsManager, plan: MixedPlan) -> None:
         """The steps that come are longer or shorter than the planned one was, for long enough."""
         typical = self.recent.lengths.typical()
@@ -237,7 +240,7 @@ class AutoPlan:
         choice."""
         self.count_plan()
         self._since_plan = 0
-        _measure_link(engine)
+        measure_link(engine)
         rates = engine.rates if engine.rates is not None else _NO_LINK
         step = (work.actions, work.blocks, rates)
         if self._memory.total is None:
@@ -271,13 +274,13 @@ class AutoPlan:
             memory.no_room()
             return
         self.names = {chunk: list(names) for chunk, names in self._calls.names.items()}
-        self.followed, self._calls.levels, self.gave_up = plan, plan.levels, False
+        self.followed, self._calls.levels = plan, plan.levels
         limit_bytes = plan.problem.limit_bytes
         if memory.total is not None:
             limit_bytes = limit_bytes if memory.limit_bytes is None else memory.limit_bytes
             memory.total.restart()
             memory.measure()
-        _measure_link(engine)
+        measure_link(engine)
         memory.set_limit(limit_bytes)
         memory.share.bound("again_room_bytes", plan.again_room_bytes)
         amounts = Amounts(plan.kept_bytes, float(plan.restoring_room_bytes), float(plan.half_room_bytes))
@@ -288,19 +291,7 @@ class AutoPlan:
         )
         manager.start_from(known)
         self._started = weakref.ref(manager)
-        self._reserve(engine, plan)
-
-    def _give_up(self) -> None:
-        guard, self.gave_up = self._guard, True
-        logger.warning(
-            "a step takes %.1f ms under the plan of mode='auto', and %.1f with every block recomputed, which "
-            "is what is done from now on: what it measured of blocks and copies does not hold here. "
-            "mode='selective' and mode='hidden_states' need no plan",
-            guard.planned_s * 1e3,
-            guard.recomputed_s * 1e3,
-        )
-        self.follow_none()
-        self._memory.is_measured = False
+        self.pin(engine, plan, engine.arena.budget.limit_bytes)
 
     def follow_none(self) -> None:
         """From the next step on every block that may be is recomputed, under the engine's own limit."""
@@ -330,16 +321,21 @@ class AutoPlan:
         kept = {chunk: [GroupSize("", round(nbytes))] for chunk, nbytes in plan.kept_bytes.items()}
         return max(most_bytes, kept_peak_bytes(plan.problem.actions, kept, all_of(kept)))
 
-    def _reserve(self, engine: OffloadEngine, plan: MixedPlan) -> None:
-        """Pin what may wait on the host under the plan, as far as the budget goes: a block that is missing
-        stays on the device, beyond the limit. Blocks the host while it pins: 1 ms for each 17 MB."""
+    def pin(self, engine: OffloadEngine, plan: MixedPlan, most_bytes: int) -> bool:
+        """Pin what may wait on the host under the plan, so many more bytes at most, as far as the budget
+        goes. Returns whether that is all of it. Blocks the host while it pins: 1 ms for each 17 MB."""
         sizes = _sizes_of(plan)
-        live_bytes = kept_peak_bytes(plan.problem.actions, sizes, all_of(sizes))
-        if engine.device.pins and live_bytes > engine.arena.held_bytes:
-            try:
-                engine.reserve_host(min(live_bytes, engine.arena.budget.limit_bytes))
-            except HostBudgetError as error:  # other ranks hold it; what finds no block is counted and said
-                logger.info("auto: not all host memory of the plan is pinned: %s", error)
+        wanted = kept_peak_bytes(plan.problem.actions, sizes, all_of(sizes))
+        wanted = min(wanted, engine.arena.budget.limit_bytes)
+        held = engine.arena.held_bytes
+        if not engine.device.pins or wanted <= held:
+            return True
+        try:
+            engine.reserve_host(min(wanted, held + most_bytes))
+        except HostBudgetError as error:  # other ranks hold it; what finds no block is counted and said
+            logger.info("auto: not all host memory of the plan is pinned: %s", error)
+            return True
+        return wanted <= held + most_bytes
 
 
 def _sizes_of(plan: MixedPlan) -> dict[ChunkKey, list[GroupSize]]:
@@ -353,7 +349,8 @@ def _sizes_of(plan: MixedPlan) -> dict[ChunkKey, list[GroupSize]]:
     }
 
 
-def _measure_link(engine: OffloadEngine) -> None:
+def measure_link(engine: OffloadEngine) -> None:
+    """Once. Blocks the host for 30 ms then."""
     if engine.rates is None and engine.device.pins:
         engine.reserve_host(max(LINK_TEST_BYTES, engine.config.host_reserve_bytes))
 
@@ -363,7 +360,7 @@ def _timed(choose: Callable[..., MixedPlan], work: StepWork) -> Callable[[Callab
 
     def chosen(rest: Callable[[], object]) -> MixedPlan:
         began_s = time.perf_counter()
-        plan = choose(rest_s=work.rest_s, host=work.host, rest=rest)
+        plan = choose(rest_s=work.rest_s, rest=rest)
         logger.info(
             "auto: planned in %.0f ms: step %.1f ms, of which %.1f plain compute",
             (time.perf_counter() - began_s) * 1e3,

@@ -10,6 +10,7 @@ from offload.groups.manager import GroupsManager
 from offload.modules.auto_memory import AutoMemory
 from offload.modules.auto_plan import AutoPlan
 from offload.modules.block_calls import BlockCalls
+from offload.modules.ladder import Facts
 from offload.planner.agreement import Agreement, Room, is_point
 from offload.telemetry.speaker import Once, speaker
 
@@ -63,6 +64,12 @@ class AutoRanks:
             calls.levels = None  # of fewer ranks, which may have had other menus
         calls.follow_common(common)
         return True
+
+    def common(self, facts: Facts) -> Facts:
+        """Of all ranks that blocks communicate with, what they tell of a step. Blocks the host for them."""
+        if not self._calls.peers or self._agreement is None:
+            return facts
+        return Facts.common([told for _, told in sorted(self._agreement.exchange("facts", facts).items())])
 
     def agree_on_plan(self, manager: GroupsManager) -> None:
         """Follow the plan of the rank that has the least room, if any rank wants another one. Blocks the host

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,8 +26,9 @@ from offload.groups.group import KEPT, Cost
 from offload.groups.manager import GroupsManager
 from offload.ids import ChunkId
 from offload.modules.root import ModelRoot
+from offload.modules.rule import Cost as KindCost
+from offload.modules.rule import Rule, Trace
 from offload.planner.agreement import peers_of, with_levels_of
-from offload.planner.host_seconds import HostSeconds, Way
 from offload.planner.kinds import kind_of, look_of
 from offload.planner.profile import BlockProfile, kept_always
 from offload.planner.profiler import BlockProfiler
@@ -37,7 +37,7 @@ from offload.policy.actions import ChunkKey
 from offload.policy.lengths import nearest
 from offload.telemetry.speaker import speaker
 
-__all__ = ["BlockCalls", "Chosen", "Timing"]
+__all__ = ["BlockCalls", "Chosen", "Look"]
 
 logger = speaker(__name__)
 
@@ -55,69 +55,69 @@ _PASSES = 3
 """A block's forward and backward together, in forwards."""
 
 
-class _Note(Protocol):
-    def __call__(self, seconds: float, *, paced: bool, own: bool) -> None: ...
+class Look:
+    """One forward or recompute of a block: seconds, and the device's active bytes at its begin and its end.
 
-
-class Timing:
-    """One forward or recompute of a block on the host's clock, and on the device's if it is `timed`.
-
-    note: told of the host's seconds, whether they are `paced` (planner/host_seconds.py), and whether they are
-    the block's own: a plain one that sends what it saves has those of its copies, too.
+    None where a graph is captured: what is captured is not run here. Blocks the host: never.
     """
 
-    def __init__(self, device: Device, note: _Note, *, timed: bool = False) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
-        self._note = note
-        self._timed = timed
-        self._events: tuple[Event, Event] | None = None
-        # what is captured is not run here, so nothing of it can be polled
-        self._start = None if device.is_capturing() else device.record(device.compute, timed=timed)
+        self._start = None if device.is_capturing() else device.record(device.compute, timed=True)
+        self._end: Event | None = None
+        self.begin_bytes, self.end_bytes = device.active_bytes(), 0
         self._began_s = time.perf_counter()
         self.host_s = 0.0
 
-    def end(self, compared_s: float = 0.0, *, own: bool = True) -> None:
-        """It is over. compared_s: host seconds of comparing saves (checkpoint/net.py), which few calls have.
-        own: a plain block has sent nothing; what others send is theirs at each call."""
+    def end(self, compared_s: float = 0.0) -> None:
+        """It is over. compared_s: host seconds of comparing saves (checkpoint/net.py), which few calls
+        have."""
         self.host_s = time.perf_counter() - self._began_s - compared_s
-        if self._start is None:
-            return
-        if self._timed:
-            self._events = self._start, self._device.record(self._device.compute, timed=True)
-        self._note(self.host_s, paced=self._is_paced(self._start), own=own)
+        self.end_bytes = self._device.active_bytes()
+        if self._start is not None:
+            self._end = self._device.record(self._device.compute, timed=True)
 
-    def _is_paced(self, start: Event) -> bool:
-        return self._device.poll(start)
-
-    def device_s(self) -> float | None:
-        """None for a forward that raised. The device must have passed its end. Where compute is on the host,
-        the host's time."""
-        if self._events is None:
+    def seconds(self) -> float | None:
+        """Of the device, which must have passed its end; None for a forward that raised. Where compute is on
+        the host, the host's time."""
+        if self._start is None or self._end is None:
             return None
-        return self._device.elapsed_ms(*self._events) / 1e3 if self._device.pins else self.host_s
+        return self._device.elapsed_ms(self._start, self._end) / 1e3 if self._device.pins else self.host_s
+
+
+@dataclass(slots=True)
+class KindLooks:
+    """At blocks of one kind, with the bytes of their input: forwards that ran plain and that are recomputed,
+    and recomputes."""
+
+    plain: list[tuple[int, Look]] = field(default_factory=list)
+    recomputed: list[tuple[int, Look]] = field(default_factory=list)
+    again: list[Look] = field(default_factory=list)
 
 
 class Chosen(NamedTuple):
     """How one call of a block runs.
 
-    is_plain: nothing of it is recomputed. contexts: keeps some outputs; None keeps none. before_again: as of
-    RecomputedCall. cost: None where it is not known. timing: begins a measurement of its forward, None where
-    none is wanted. profiler: of its forward. required: what a plain call saves leaves, whatever the groups'
-    plan would keep. alike: calls for which it is equal save alike; None where the host need not be spared
-    looking at them.
-    """
+    is_plain: nothing of it is recomputed. contexts: keeps some outputs; None keeps none. moves: its input may
+    leave; of a plain call, what it saves. before_again: as of RecomputedCall. cost: None where it is not
+    known. look: begins a look at its forward, None where none is wanted. profiler: of its forward. required:
+    what a plain call saves leaves, whatever the groups' plan would keep. alike: calls for which it is equal
+    save alike; None where the host need not be spared looking at them."""
 
     is_plain: bool
     contexts: Callable[[], Contexts] | None = None
     before_again: BeforeAgain | None = None
     cost: Cost | None = None
-    timing: Callable[[], Timing] | None = None
+    look: Callable[[], Look] | None = None
     profiler: BlockProfiler | None = None
     required: bool = False
     alike: Hashable = None
+    moves: bool = True
+    place: tuple[ChunkKey, int] | None = None
+    """Of the call: its chunk, and its place in that."""
 
 
-class _Kind:
+class Kind:
     """Of blocks that save alike, one for all of them. What tells kinds apart is long, and each forward of a
     block looks its kind up a dozen times."""
 
@@ -127,12 +127,11 @@ class _Kind:
 @dataclass(slots=True)
 class Called:
     """A call of a block. level: its place in the menu of its profile, which may come later; -1 is the last
-    one. paced: as HostSeconds has it, of its forward."""
+    one."""
 
-    kind: _Kind
+    kind: Kind
     level: int
     input_bytes: int
-    paced: bool = False
 
 
 class BlockCalls:
@@ -140,30 +139,39 @@ class BlockCalls:
     at each forward.
 
     profiles: that are followed, by kind of block. levels: of the blocks of each chunk under the plan; None
-    where there is none. names: of the blocks that ran last, by chunk. peers: ranks that blocks communicate
-    with.
+    where there is none. rule_for: without levels, the rule of a forward of so many times as many tokens as
+    the traced one had; None before one was measured. trace: of the step under way, if it is measured. looks:
+    by kind, None where nothing is to be looked at. resting: of blocks without hooks, by stage and place,
+    name, kind and bytes of the input. names: of the blocks that ran last, by chunk.
+    peers: ranks that blocks communicate with.
     """
 
     def __init__(self, manager: Callable[[], GroupsManager]) -> None:
-        self.profiles: dict[_Kind, BlockProfile] = {}
+        self.profiles: dict[Kind, BlockProfile] = {}
         self.levels: Mapping[ChunkKey, tuple[int, ...]] | None = None
+        self.rule_for: Callable[[float], Rule] | None = None
+        self.trace: Trace | None = None
+        self.looks: dict[Kind, KindLooks] | None = None
+        self.resting: dict[int, dict[int, tuple[str, Any, int]]] = {}
         self.names: dict[ChunkKey, list[str]] = {}
         self.peers = frozenset[int]()
         self._manager = manager
-        self._timings: dict[_Kind, list[Timing]] = {}  # of the other blocks of each kind, in step 1
+        self._timings: dict[Kind, list[Look]] = {}  # of the other blocks of each kind, in step 1
+        self._first_bytes: dict[int, int] = {}  # of each stage's first block, in the traced step
+        self._rules: dict[ChunkId, Rule] = {}  # of the chunks under way
         self._step = 0
         # how a block was last: the step, whether it trained and may not be recomputed; what it looked like
-        self._kinds = weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, bool, bool], Hashable, _Kind]]()
-        self._kind_by: dict[Hashable, _Kind] = {}
-        self._own: dict[_Kind, BlockProfile] = {}  # as they were seen here; `profiles` are followed
-        self._own_input_bytes: dict[_Kind, int] = {}
-        self._profilers: dict[_Kind, BlockProfiler | None] = {}  # None: it has ended
-        self._input_bytes: dict[_Kind, int] = {}  # of the profiled call
-        self._scaled: dict[tuple[_Kind, float], BlockProfile] = {}
-        self._spared: dict[_Kind, tuple[BlockProfile, bool]] = {}
+        self._kinds = weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, bool, bool], Hashable, Kind]]()
+        self._kind_by: dict[Hashable, Kind] = {}
+        self._own: dict[Kind, BlockProfile] = {}  # as they were seen here; `profiles` are followed
+        self._own_input_bytes: dict[Kind, int] = {}
+        self._profilers: dict[Kind, BlockProfiler | None] = {}  # None: it has ended
+        self._input_bytes: dict[Kind, int] = {}  # of the profiled call
+        self._scaled: dict[tuple[Kind, float], BlockProfile] = {}
+        self._spared: dict[Kind, tuple[BlockProfile, bool]] = {}
         self._contexts: dict[Kept, Callable[[], Contexts]] = {}
-        self._hosts = defaultdict[_Kind, HostSeconds](HostSeconds)
-        self._always: dict[_Kind, Kept] = {}  # what is kept in step 1 of a kind that is recomputed
+        # what every recompute keeps, by the profile, or in step 1 by what is seen of it
+        self._always: dict[Kind, tuple[BlockProfile | None, Kept]] = {}
         self._ran: dict[ChunkId, tuple[object, list[Called]]] = {}
 
     # -- a forward -------------------------------------------------------------------------------------------
@@ -189,15 +197,22 @@ class BlockCalls:
             ran = []
             self._ran[chunk] = (handler.saved, ran)
             self.names[chunk] = []
-        self.names[chunk].append(name)
+            self._rules.pop(chunk, None)
         input_bytes = _input_bytes(args, kwargs)
+        if self.resting:
+            self._pass_resting(chunk, ran, input_bytes)
+        self.names[chunk].append(name)
         called = Called(kind, -1, input_bytes)
         ran.append(called)
+        if self.trace is not None:
+            self.trace.kinds.setdefault(chunk, []).append(kind)
         if kind not in self.profiles:
             unplanned = self._unplanned(kind, root, module, args, kwargs, engine, called, never)
             if unplanned.is_plain:
                 called.level = 0
             return unplanned
+        if self.levels is None and self.rule_for is not None:
+            return self._by_rule(self.rule_for, engine.device, chunk, called, len(ran) - 1)
         profile = self._profile_for(kind, input_bytes / self._input_bytes[kind])
         level = last = len(profile.menu) - 1
         if self.levels is not None:
@@ -206,24 +221,15 @@ class BlockCalls:
             level = min(planned[len(ran) - 1], last) if len(ran) <= len(planned) else last
         called.level = level
         chosen, keeps = profile.menu[level], profile.keeps[level]
-        way, host = _way_of(keeps), self._hosts[kind]
-        timing, note_again = None, None
-        if host.is_due(way):
-            note_forward, note_again = self._notes(kind, way, called)
-            timing = partial(Timing, engine.device, note_forward)
-        else:
-            called.paced = host.was_paced[way]
 
-        def before_again() -> Callable[[float], None] | None:
+        def before_again() -> None:
             with engine.lock:
                 engine.transfers.claim(chosen.made_again_bytes)
-            return None if note_again is None else Timing(engine.device, note_again).end
 
         return Chosen(
             is_plain=keeps is None,
             contexts=self._contexts_for(keeps) if keeps else None,
             before_again=before_again,
-            timing=timing,
             cost=Cost(profile.forward_s * _PASSES + chosen.recompute_s, chosen.made_again_bytes),
             required=self.levels is None,
             alike=(kind, input_bytes)
@@ -231,7 +237,7 @@ class BlockCalls:
             else None,
         )
 
-    def _kind_now(self, module: nn.Module, min_elements: int | None, never: bool) -> _Kind:
+    def _kind_now(self, module: nn.Module, min_elements: int | None, never: bool) -> Kind:
         """The block's kind, looked at once a step: it is another one when a part is unfrozen, exchanged or
         switched."""
         state = self._step, module.training, never
@@ -242,11 +248,11 @@ class BlockCalls:
         if known is not None and known[1] == look:
             kind = known[2]
         else:
-            kind = self._kind_by.setdefault((kind_of(module), min_elements, never), _Kind())
+            kind = self._kind_by.setdefault((kind_of(module), min_elements, never), Kind())
         self._kinds[module] = state, look, kind
         return kind
 
-    def _may_be_spared(self, kind: _Kind, profile: BlockProfile) -> bool:
+    def _may_be_spared(self, kind: Kind, profile: BlockProfile) -> bool:
         """Whether plain calls of this profile that save alike need not be looked at."""
         known = self._spared.get(kind)
         if known is None or known[0] is not profile:
@@ -254,35 +260,134 @@ class BlockCalls:
             known = self._spared[kind] = profile, spared
         return known[1]
 
-    def _notes(self, kind: _Kind, way: Way, called: Called | None) -> tuple[_Note, _Note]:
-        """What is told of a forward, and of its recompute."""
-        host = self._hosts[kind]
+    def _pass_resting(self, chunk: ChunkId, ran: list[Called], input_bytes: int) -> None:
+        """Count the calls up to this one whose blocks rest."""
+        own = self.resting.get(chunk.stage, {})
+        factor = (ran[0].input_bytes if ran else input_bytes) / self._first_bytes.get(
+            chunk.stage, input_bytes
+        )
+        while (found := own.get(len(ran))) is not None:
+            name, kind, given_bytes = found
+            self.names[chunk].append(name)
+            ran.append(Called(kind, 0, round(given_bytes * factor)))
 
-        def note_forward(seconds: float, *, paced: bool, own: bool) -> None:
-            host.was_paced[way] = paced
-            if called is not None:
-                called.paced = paced
-            host.note_forward(way, seconds, paced=paced and own)
+    def _by_rule(
+        self,
+        rule_for: Callable[[float], Rule],
+        device: Device,
+        chunk: ChunkId,
+        called: Called,
+        place: int,
+    ) -> Chosen:
+        """A call of the rule: plain without a hook, or recomputed as modes "checkpoint" and "hidden_states"
+        do; moved whole where it may not be recomputed and does not fit."""
+        kind, at = called.kind, (chunk, place)
+        if chunk not in self._rules:
+            first_bytes = self._first_bytes.setdefault(chunk.stage, called.input_bytes)
+            self._rules[chunk] = rule_for(called.input_bytes / first_bytes)
+        rule, profile, looks = self._rules[chunk], self.profiles[kind], self.looks
+        is_plain = rule.is_plain(chunk, place)
+        look = None
+        if looks is not None:
 
-        def note_again(seconds: float, *, paced: bool, own: bool) -> None:
-            host.note_again(way, seconds, paced=paced and own)
+            def look() -> Look:
+                begun = Look(device)
+                own = looks.setdefault(kind, KindLooks())
+                (own.plain if is_plain else own.recomputed).append((called.input_bytes, begun))
+                return begun
 
-        return note_forward, note_again
+        if is_plain or profile.only:
+            called.level = 0
+            return Chosen(is_plain=True, moves=not is_plain, required=True, look=look, place=at)
+        keeps = self._always_of(kind, profile)
+
+        def before_again() -> Callable[[float], None]:
+            assert looks is not None
+            begun = Look(device)
+            looks.setdefault(kind, KindLooks()).again.append(begun)
+
+            def ended(compared_s: float) -> None:
+                begun.end(compared_s)
+                self.backward_reads(at, begun.end_bytes)
+
+            return ended
+
+        return Chosen(
+            is_plain=False,
+            contexts=self._contexts_for(keeps) if keeps else None,
+            moves=rule.moves,
+            before_again=None if looks is None else before_again,
+            look=look,
+            place=at,
+        )
+
+    def _always_of(self, kind: Kind, profile: BlockProfile) -> Kept:
+        """What a recompute keeps that keeps nothing else: a menu's last level keeps what costs no bytes, too,
+        and each call that is kept takes the host time."""
+        known = self._always.get(kind)
+        if known is None or known[0] is not profile:
+            known = self._always[kind] = profile, kept_always(profile.calls)
+        return known[1]
+
+    def backward_reads(self, at: tuple[ChunkKey, int], active_bytes: int) -> None:
+        """All that the backward of a call reads is on the device."""
+        if self.trace is not None:
+            self.trace.backward_reads(*at, active_bytes)
+
+    def moved_bytes(self, at: tuple[ChunkKey, int]) -> int:
+        """That a plain call which moves what it saves will have back in its backward."""
+        chunk, place = at
+        trace = self.trace
+        kind: Any = None if trace is None else trace.kinds[chunk][place]
+        return 0 if kind is None else self.profiles[kind].plain_bytes
+
+    def begin_trace(self, trace: Trace) -> None:
+        """The next step is measured."""
+        self.trace = trace
+        self._first_bytes.clear()
+        self.looks = {}
+
+    def end_looks(self) -> None:
+        self.trace = self.looks = None
+
+    def costs(self, kinds: Collection[Kind], bytes_per_s: float) -> dict[Hashable, KindCost]:
+        """What was seen of these kinds, in the step that was measured and in that of the probes. bytes_per_s:
+        of the link, which what may not be recomputed would take. Later plans are made from the seconds of the
+        plain calls. The device must have passed all of them."""
+        found: dict[Hashable, KindCost] = {}
+        for kind in kinds:
+            profile, looks = self.profiles[kind], (self.looks or {}).get(kind, KindLooks())
+            input_bytes = self._input_bytes[kind]
+            saved = max(0, profile.plain_bytes - profile.given_bytes)
+            grown = _grown(looks.recomputed, input_bytes)
+            if looks.plain and looks.recomputed:
+                saved = max(saved, _grown(looks.plain, input_bytes) - grown)
+            seconds = [taken for look in looks.again if (taken := look.seconds()) is not None]
+            plain = [taken for _, look in looks.plain if (taken := look.seconds()) is not None]
+            # of recomputes the first ones are compared (checkpoint/net.py), which takes longer than they do
+            again_s = min(plain or seconds) if seconds else 2 * saved / bytes_per_s
+            stays = input_bytes if profile.input_bytes else 0
+            found[kind] = KindCost(saved, stays, again_s, input_bytes)
+            if plain and kind in self._own:
+                self._own[kind] = self._own[kind].timed(min(plain))
+                self._scaled.clear()
+        return found
 
     def take_ran(self) -> dict[ChunkKey, list[Ran]]:
         """The calls of the step that ended, by chunk."""
         ran, self._ran = self._ran, {}
+        self._rules.clear()
         self._step += 1
         return {chunk: [self._known(call) for call in calls] for chunk, (_, calls) in ran.items()}
 
     def _known(self, call: Called) -> Ran:
         """The call with the profile that its kind has by now."""
         if call.kind not in self.profiles:
-            return Ran(None, call.level, call.input_bytes, call.paced)
+            return Ran(None, call.level, call.input_bytes)
         profile = self._profile_for(call.kind, call.input_bytes / self._input_bytes[call.kind])
-        return Ran(profile, call.level, call.input_bytes, call.paced)
+        return Ran(profile, call.level, call.input_bytes)
 
-    def _profile_for(self, kind: _Kind, factor: float) -> BlockProfile:
+    def _profile_for(self, kind: Kind, factor: float) -> BlockProfile:
         if factor == 1.0:
             return self.profiles[kind]
         profile = self._scaled.get((kind, factor))
@@ -297,7 +402,7 @@ class BlockCalls:
 
     def _unplanned(
         self,
-        kind: _Kind,
+        kind: Kind,
         root: ModelRoot,
         module: nn.Module,
         args: tuple[Any, ...],
@@ -312,7 +417,7 @@ class BlockCalls:
         profiler = self._profilers.get(kind)
         if kind in self._own:  # and not followed yet
             profile = self._own[kind]
-            only, keeps = profile.only, kept_always(profile.calls)
+            only, keeps = profile.only, self._always_of(kind, profile)
         elif profiler is None or profiler.failed:
             profiler = BlockProfiler(
                 module, engine, args, kwargs, min_elements=root.min_elements, may_be_recomputed=not never
@@ -323,25 +428,20 @@ class BlockCalls:
         else:
             only = profiler.only()
             if not only and kind not in self._always:
-                self._always[kind] = profiler.kept_always()
-            keeps = self._always.get(kind, frozenset())
+                self._always[kind] = None, profiler.kept_always()
+            keeps = self._always.get(kind, (None, frozenset()))[1]
         if only:
             return Chosen(is_plain=True, required=True)
 
-        note_forward, note_again = self._notes(kind, _way_of(keeps), called)
-
-        def timing() -> Timing:
-            timed = kind not in self._own
-            measured = Timing(engine.device, note_forward, timed=timed)
-            if timed:
-                self._timings.setdefault(kind, []).append(measured)
-            return measured
+        def look() -> Look:
+            begun = Look(engine.device)
+            self._timings.setdefault(kind, []).append(begun)
+            return begun
 
         return Chosen(
             is_plain=False,
             contexts=self._contexts_for(keeps) if keeps else None,
-            before_again=lambda: Timing(engine.device, note_again).end,
-            timing=timing,
+            look=None if kind in self._own else look,
         )
 
     # -- profiles --------------------------------------------------------------------------------------------
@@ -353,11 +453,11 @@ class BlockCalls:
             device.synchronize(device.record(device.compute))
         for kind, profiler in waiting:
             self._profilers[kind] = None
-            timings = self._timings.pop(kind, [])
-            device_s = [seconds for timing in timings if (seconds := timing.device_s()) is not None]
+            looks = self._timings.pop(kind, [])
+            device_s = [seconds for look in looks if (seconds := look.seconds()) is not None]
             if device_s:
                 # the least: a full queue of launches, and what runs for the first time, hold some up
-                profiler.note_plain(min(timing.host_s for timing in timings if timing.host_s), min(device_s))
+                profiler.note_plain(min(look.host_s for look in looks if look.host_s), min(device_s))
             if profiler.ready():  # else its forward raised, and the next call is profiled
                 profile = self._own[kind] = profiler.profile()
                 self.peers |= peers_of(profile.collectives)
@@ -365,12 +465,6 @@ class BlockCalls:
                     logger.info("auto: one kind of block is never recomputed: %s", profile.only)
                 for call, why in profile.why_not.items():
                     logger.debug("auto: %s is not kept: %s", call, why)
-
-        for kind, profile in self._own.items():
-            by_way = self._hosts[kind].by_way()
-            if by_way is not None and by_way != profile.host_by_way:
-                self._own[kind] = profile.with_host(by_way)
-                self._scaled.clear()
 
     def follow_own(self) -> None:
         """From now on the profiles are those that were seen here."""
@@ -400,8 +494,10 @@ class BlockCalls:
         return contexts
 
 
-def _way_of(keeps: Kept | None) -> Way:
-    return Way.PLAIN if keeps is None else Way.SELECTIVE if keeps else Way.CHECKPOINT
+def _grown(looks: Sequence[tuple[int, Look]], input_bytes: int) -> int:
+    """Active bytes by which forwards grew, for an input of so many."""
+    grown = [(look.end_bytes - look.begin_bytes) * input_bytes / max(1, own) for own, look in looks]
+    return round(median(grown)) if grown else 0
 
 
 def _input_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -24,6 +25,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from offload.compile.untraced import Unscripted, untraced
 
@@ -82,16 +84,35 @@ class HookPair:
         self._enter = enter
         self.leave = leave
         self.calls = calls
-        # the first of all hooks before, so that what other hooks compute is inside as well
-        before = module.register_forward_pre_hook(_Hook(self._before), prepend=True, with_kwargs=True)
-        after = module.register_forward_hook(_Hook(self._after), always_call=True)
-        self._handles = (before, after)
+        self._module = weakref.ref(module)
+        self._handles: tuple[RemovableHandle, ...] = ()
+        self._is_removed = False
+        self.wake()
 
-    def remove(self) -> None:
-        for handle in self._handles:
+    def wake(self) -> None:
+        """Register the hooks, unless they are, or were removed."""
+        module = self.module
+        if module is not None and not self._handles and not self._is_removed:
+            # the first of all hooks before, so that what other hooks compute is inside as well
+            before = module.register_forward_pre_hook(_Hook(self.before), prepend=True, with_kwargs=True)
+            after = module.register_forward_hook(_Hook(self._after), always_call=True)
+            self._handles = (before, after)
+
+    @property
+    def module(self) -> nn.Module | None:
+        return self._module()
+
+    def rest(self) -> None:
+        """Take the hooks off until `wake`."""
+        handles, self._handles = self._handles, ()
+        for handle in handles:
             handle.remove()
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def remove(self) -> None:
+        self._is_removed = True
+        self.rest()
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         frame = _module_call(sys._getframe())
         self.calls.end_interrupted(frame)
         handled = sys.exc_info()[1]

@@ -6,6 +6,7 @@ block that runs once.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,21 +16,25 @@ from torch.utils._pytree import tree_leaves
 from offload.checkpoint.hidden_states import RecomputedCall
 from offload.checkpoint.members import inner_modules, is_trained
 from offload.modules.auto import Auto
-from offload.modules.block_calls import Timing
+from offload.modules.block_calls import Look
 from offload.modules.hooks import output_tensors
 from offload.modules.recomputed import RecomputedCalls, is_forward_ad
 from offload.modules.root import GroupCall, ModelRoot
 from offload.planner.profiler import BlockProfiler
+from offload.policy.actions import ChunkKey
 
 __all__ = ["MixedCalls"]
 
 
 class _Call(NamedTuple):
-    """One forward of the block. call: None for a plain one of which nothing may leave. timing, profiler: of a
-    forward that is measured, or profiled."""
+    """One forward of the block. call: None for a plain one of which nothing may leave. place: of the call in
+    its chunk. took: whether the root's own group was taking what is saved. look, profiler: of a forward that
+    is measured, or profiled."""
 
     call: RecomputedCall | GroupCall | None
-    timing: Timing | None = None
+    place: tuple[ChunkKey, int] | None = None
+    took: bool = False
+    look: Look | None = None
     profiler: BlockProfiler | None = None
 
 
@@ -49,19 +54,30 @@ class MixedCalls(RecomputedCalls):
         root, auto = self._root, self._auto
         chosen = auto.choose(root, self._name, module, args, kwargs)
         if chosen.is_plain:
-            timing = None if chosen.timing is None else chosen.timing()
-            cost, required, alike = chosen.cost, chosen.required, chosen.alike
-            group = root.open_group(self._name, cost=cost, required=required, alike=alike)
+            look, group, took = None, None, root.takes
+            if chosen.moves:
+                cost, required, alike = chosen.cost, chosen.required, chosen.alike
+                group = root.open_group(self._name, cost=cost, required=required, alike=alike)
+            else:
+                root.takes = False  # what the model's own group would take
             if chosen.profiler is not None:
                 chosen.profiler.begin()
-            return _Call(group, timing, chosen.profiler)
-        before_again, cost = chosen.before_again, chosen.cost
+            if chosen.look is not None:
+                look = chosen.look()
+            return _Call(group, chosen.place, took, look, chosen.profiler)
         call = self._recomputed(
-            module, args, kwargs, chosen.contexts, may_stay=True, before_again=before_again, cost=cost
+            module,
+            args,
+            kwargs,
+            chosen.contexts,
+            may_stay=True,
+            moves=chosen.moves,
+            before_again=chosen.before_again,
+            cost=chosen.cost,
         )
-        timing = None if chosen.timing is None else chosen.timing()
+        look = None if chosen.look is None else chosen.look()
         call.begin()
-        return _Call(call, timing)
+        return _Call(call, chosen.place, root.takes, look)
 
     def _checkpointed(self, module: nn.Module) -> GroupCall | None:
         self._root.say_once(
@@ -75,24 +91,27 @@ class MixedCalls(RecomputedCalls):
         if not isinstance(state, _Call):
             super().leave(state, output, failed)
             return
-        call, timing, profiler = state
+        call, place, took, look, profiler = state
         if profiler is not None:
             profiler.end(failed=failed)
+        self._root.takes = took
         super().leave(call, output, failed)
         if failed:
             return
         if call is None:
             self._root.note_block_end(self._name, output)
-        if timing is not None:
-            compared_s = call.compared_s if isinstance(call, RecomputedCall) else 0.0
-            timing.end(compared_s, own=not isinstance(call, GroupCall) or call.group.stays)
+        auto, is_recomputed = self._auto, isinstance(call, RecomputedCall)
+        if look is not None:
+            look.end(call.compared_s if isinstance(call, RecomputedCall) else 0.0)
+        if place is not None and auto.calls.trace is not None:
+            auto.calls.trace.forward_ended(*place)
         if self._root.is_last(self._name):
-            self._auto.blocks_end(self._root)
-        if isinstance(call, RecomputedCall):
+            auto.blocks_end(self._root, output)
+        if is_recomputed or (call is None and profiler is None):
             return
         for made in output_tensors(output):
             assert made.grad_fn is not None
-            made.grad_fn.register_prehook(self._auto.plain_is_read)
+            made.grad_fn.register_prehook(partial(auto.plain_is_read, place))
             if profiler is not None:
                 made.grad_fn.register_prehook(profiler.backward_begins)
             break

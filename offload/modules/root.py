@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from offload.checkpoint.members import inner_modules
 from offload.checkpoint.net import Watch
@@ -43,7 +44,7 @@ from offload.saved.handles import Handle
 from offload.saved.hooks import InstalledScope, admits_hooks, inside_checkpoint
 from offload.telemetry.speaker import Once, speaker
 
-__all__ = ["GroupCall", "GroupCalls", "HeadCalls", "ModelRoot"]
+__all__ = ["GroupCall", "GroupCalls", "HeadCalls", "ModelRoot", "given_bytes"]
 
 logger = speaker(__name__)
 
@@ -126,6 +127,9 @@ class ModelRoot(Root):
         self._said = Once()
         self._registered: weakref.ref[GroupsManager] | None = None
         self._ends_without = 0  # a forward, since apply()
+        self.resting = frozenset[str]()  # blocks whose hooks are off, since they run plain
+        self.runs_inside = True  # no block was called without the model
+        self.given_bytes: int | None = None  # of the model's inputs, at most; None: not looked at
         self.calls = CallsUnderWay()
         self.watch = Watch()  # of its recomputes
         self.peak = PeakWatch(bool(self._blocks))
@@ -141,6 +145,8 @@ class ModelRoot(Root):
             return None
         call = watched = None
         if self._here.running == 0:
+            if self.given_bytes is not None:
+                self.given_bytes = max(self.given_bytes, given_bytes((args, kwargs)))
             self._begin_chunk()
         if inside_checkpoint():
             self._say_inside()
@@ -227,8 +233,14 @@ class ModelRoot(Root):
     def note_block(self, name: str) -> None:
         """The forward of a block begins, outside of any backward."""
         if self._here.running == 0:
+            self.runs_inside = False
             self._begin_chunk(may_end=name in self._ran)
         self._ran.add(name)
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether others checkpoint what it calls, so that its own group takes what is saved between."""
+        return self._expects_checkpoints
 
     def is_last(self, name: str) -> bool:
         """Whether what comes after this block is the head and the loss."""
@@ -286,7 +298,7 @@ class ModelRoot(Root):
         """Say once which blocks did not run, or that nothing of the model did."""
         if self.end_seen:
             self.peak.step_ends()
-        ran, begun = self._ran, self._begun
+        ran, begun = self._ran | self.resting, self._begun
         self._ran, self._begun = set(), 0
         if self.forwards == 0:
             self._ends_without += self.end_seen
@@ -316,6 +328,12 @@ class ModelRoot(Root):
         """Warn of `what`, the first time. text: its first %s is the model's class, then come `values`."""
         if self._said.first(what):
             logger.warning(text, self._name, *values)
+
+
+def given_bytes(given: object) -> int:
+    """Of all tensors in the arguments of a call."""
+    tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class _Forward(NamedTuple):

@@ -31,7 +31,7 @@ import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -41,6 +41,8 @@ from offload.planner.profile import BlockProfile, SeenCall
 from offload.policy.mixture import MixedPlan
 
 __all__ = ["Agreement", "Room", "common_profile", "is_point", "peers_of", "with_levels_of"]
+
+T = TypeVar("T")
 
 _TIMEOUT_S = 600.0
 """Of a wait for another rank; torch's own for NCCL."""
@@ -143,8 +145,12 @@ class Agreement:
 
     def rooms(self, room: Room | None) -> Mapping[int, Room | None]:
         """By member. room: of this rank; None if it has nothing to plan with at this end."""
-        told: dict[int, Room | None] = {self._rank: self._tell("room", room)}
-        return told | self._hear("room", self.hears)
+        return self.exchange("room", room)
+
+    def exchange(self, what: str, value: T) -> Mapping[int, T]:
+        """What each member tells of this, by rank, once an end."""
+        told: dict[int, T] = {self._rank: self._tell(what, value)}
+        return told | self._hear(what, self.hears)
 
     def tell_plan(self, choose: Callable[[], MixedPlan | None]) -> MixedPlan | None:
         """What `choose` returns, for all others too. They are told if it raises."""

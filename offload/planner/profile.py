@@ -11,10 +11,9 @@ their seconds for each byte, lowest first.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from offload.planner.host_seconds import USUAL, Way
 from offload.policy.menu import Level, Menu, convex
 
 __all__ = [
@@ -35,6 +34,10 @@ MOST_LEVELS = 8
 _LOOKING_S = 83e-6
 """Host time of the hooks for a storage that stays. Source: W5 of the benchmarks, one H200: 764 ms of host
 time where all stays by plan and 509 without, 3,072 storages."""
+_KEEPING_S = 20e-6
+"""Of a call: one that computes for less is not kept, since a dispatch mode takes the host longer. In a Gemma
+3 block the outputs of 29 calls are too small to leave, so to keep them cost no bytes and every level did: a
+step of 16 such blocks took 399 to 430 ms on an H200, and 376 under torch's checkpoint (November 2026)."""
 _HOST_BOUND = 0.9  # of a forward's device seconds: from here on the device is taken to wait for the host
 
 
@@ -82,16 +85,12 @@ class BlockProfile:
     """Device seconds of the plain forward."""
     host_s: float
     """Host seconds of the plain forward."""
-    waited: bool = True
-    """Whether `forward_s` may hold waits of the device for the host."""
     collectives: frozenset[str]
     """Names of the process groups whose collectives the forward calls: ranks of one group follow one plan."""
     only: str = ""
     """Why the block has no level but the plain one; empty if it has."""
     whole: str = ""
     """Why the block has no level between plain and checkpoint; empty if it may have."""
-    host_by_way: tuple[float, ...] = ()
-    """Host seconds of forward and recompute together, by `Way`; () for what they usually are."""
     menu: Menu = ()
     keeps: Keeps = ()
     """By level of the menu: None for the plain block, else the calls that are kept; none for a checkpoint."""
@@ -157,14 +156,13 @@ class BlockProfile:
         )
         return replace(profile, menu=_same_levels(profile))
 
-    def with_host(self, by_way: tuple[float, ...]) -> BlockProfile:
-        """The same, with the same levels, and with host seconds by `Way` as they were measured since."""
-        profile = replace(self, host_s=by_way[Way.PLAIN], host_by_way=by_way)
-        menu = tuple(
-            level if keep is None else level._replace(host_s=_again_host_s(profile, keeps=bool(keep)))
-            for level, keep in zip(self.menu, self.keeps, strict=True)
-        )
-        return replace(profile, menu=menu)
+    def timed(self, forward_s: float) -> BlockProfile:
+        """The same with the seconds of a forward without a profiler, and without a hook."""
+        seen_s = _seconds(self.calls)
+        scale = min(1.0, forward_s / seen_s) if seen_s else 1.0
+        numbers = {own.name: getattr(self, own.name) for own in fields(self)}
+        numbers["calls"] = tuple(call._replace(device_s=call.device_s * scale) for call in self.calls)
+        return BlockProfile.build(**{**numbers, "forward_s": forward_s})
 
 
 def _seconds(calls: Iterable[SeenCall]) -> float:
@@ -189,7 +187,7 @@ def _menu_of(profile: BlockProfile) -> tuple[Menu, Keeps]:
         return (plain,), (None,)
     classes = [] if profile.whole else _classes(profile.calls)
     must = [found for found in classes if found.must]
-    may = [found for found in classes if not found.must and found.seconds > 0.0]
+    may = [found for found in classes if not found.must and found.seconds > _KEEPING_S * found.num_calls]
     may.sort(key=lambda found: found.seconds / max(found.nbytes, 1), reverse=True)
     entering = [*must, *may]
     again_s = _again_seconds(profile)
@@ -199,8 +197,7 @@ def _menu_of(profile: BlockProfile) -> tuple[Menu, Keeps]:
     for number in range(len(entering) + 1):
         if number >= len(must):
             name = f"keep {num_calls} calls" if num_calls else "checkpoint"
-            host_s = _again_host_s(profile, keeps=num_calls > 0)
-            levels.append(Level(name, waiting, max(0.0, again_s), host_s, max(0, made_bytes)))
+            levels.append(Level(name, waiting, max(0.0, again_s), 0.0, max(0, made_bytes)))
             num_kept[name] = number
         if number < len(entering):
             found = entering[number]
@@ -217,12 +214,6 @@ def _menu_of(profile: BlockProfile) -> tuple[Menu, Keeps]:
         None,
         *(nothing.union(*(found.names for found in entering[: num_kept[level.name]])) for level in menu[1:]),
     )
-
-
-def _again_host_s(profile: BlockProfile, *, keeps: bool) -> float:
-    """Host seconds beyond those of the plain block. keeps: calls are kept."""
-    by_way = profile.host_by_way or tuple(usual * profile.host_s for usual in USUAL)
-    return max(0.0, by_way[Way.SELECTIVE if keeps else Way.CHECKPOINT] - by_way[Way.PLAIN])
 
 
 def _again_seconds(profile: BlockProfile) -> float:

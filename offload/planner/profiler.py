@@ -181,11 +181,9 @@ class BlockProfiler:
         seconds = mode.device_seconds()
         host_s = len(mode.calls) * median([call.host_s for call in mode.calls] or [0.0])
         forward_s = sum(seconds)
-        waited = True
         if self._plain is not None:
             host_s, plain_s = self._plain
-            waited = plain_s < _WAITS * host_s
-            if waited:
+            if plain_s < _WAITS * host_s:
                 plain_s = min(plain_s, forward_s)
             scale = min(1.0, plain_s / forward_s) if forward_s else 1.0
             seconds, forward_s = [found * scale for found in seconds], plain_s
@@ -199,7 +197,6 @@ class BlockProfiler:
             given_bytes=saved.total() - sum(call.saved_bytes for call in calls),
             forward_s=forward_s,
             host_s=host_s,
-            waited=waited,
             collectives=frozenset(mode.collectives),
             only=mode.only,
             whole="the block is compiled: its calls are not seen" if self._compiled else "",

@@ -14,7 +14,7 @@ from statistics import median
 from typing import NamedTuple, Protocol
 
 from offload.policy.actions import Action, ChunkKey
-from offload.policy.menu import Block, Host, Level, Menu
+from offload.policy.menu import Block, Level, Menu
 
 __all__ = ["Profile", "Ran", "ReadParts", "StepWork", "read_parts_of", "with_halves"]
 
@@ -26,26 +26,9 @@ benchmarks, one H200: 276 ms over 124, and 26.2 over 12.1."""
 _WEIGHT_PART = 0.5
 """Of a split backward's seconds, its W's, where they were not measured."""
 
-_HOST_BOUND = 0.7
-"""Of a forward's time: if the host takes so much of it to issue it, the device waits for the host."""
-
-_UNEXPLAINED = 1.25
-"""Of what a forward's blocks take the device: if it took longer and the device waited for launches, then for
-the host. A device that waits for a message finds the first blocks late, too: of a rank of two H200s under ZBV
-1,049 ms were taken for plain compute, where its actions took 2,035 and hardly anything was recomputed."""
-
 _IDLE = 0.05
 """Of the Ws of a stage: Is that took less did nothing. The first stage of a pipeline asks no gradient of its
 input, and torch computes its whole backward in the W. Two halves that both compute differ far less."""
-
-_PASSES_OF_HOST = 3.0
-"""Host seconds of a block's forward and backward, in those of its forward. Source: W5 of the benchmarks, one
-H200: a forward of 11 ms and a backward of 22 where launches set the pace."""
-
-_SECONDS_A_SAVE = 334e-6
-"""Host time of a storage that is moved, out and back, its hooks included. Source: W5 of the benchmarks, one
-H200: 1,535 ms of host time where all of 3,072 storages leave, and 509 without."""
-
 
 ReadParts = tuple[float, float]
 """Of what a plain block saves, what its W reads, and what its W alone reads."""
@@ -58,29 +41,19 @@ class Profile(Protocol):
     def forward_s(self) -> float: ...
 
     @property
-    def host_s(self) -> float: ...
-
-    @property
-    def waited(self) -> bool: ...
-
-    @property
     def menu(self) -> Menu: ...
-
-    @property
-    def num_saves(self) -> int: ...
 
 
 class Ran(NamedTuple):
     """One call of a block. profile: for its number of tokens; None in the step that profiles. level: its
-    place in the menu. input_bytes: the measure of its tokens. paced: when the host was done with its forward
-    the device had begun it, so it waited for launches. weight_bytes: what the W of a split backward was seen
-    to read of it; None where none was, and of a plain call. passed_bytes: of these, what the I did not read.
+    place in the menu. input_bytes: the measure of its tokens. weight_bytes: what the W of a split backward
+    was seen to read of it; None where none was, and of a plain call. passed_bytes: of these, what the I did
+    not read.
     left: its I left all that its W reads, which computed nothing again."""
 
     profile: Profile | None
     level: int
     input_bytes: int = 1
-    paced: bool = False
     weight_bytes: int | None = None
     passed_bytes: int = 0
     left: bool = False
@@ -104,7 +77,6 @@ class StepWork:
     actions: Sequence[Action]
     blocks: Mapping[ChunkKey, Sequence[Block]]
     rest_s: Mapping[Action, float]
-    host: Host
 
     @property
     def shape(self) -> object:
@@ -134,10 +106,8 @@ class StepWork:
         known. read_parts: as `read_parts_of` an earlier step, for blocks that this one did not recompute.
 
         The profile's seconds say how the blocks share a forward; how long it takes is what was measured. In a
-        backward each block has its share of what is left when its recompute is taken off. Where the host was
-        the slower one, what was measured is the host's time, with what it does for copies: then the profile's
-        device seconds are taken, and if they too hold waits for the host, no more than a plain forward takes
-        it. A backward whose I does nothing is whole, at the place of its W.
+        backward each block has its share of what is left when its recompute is taken off. A backward whose I
+        does nothing is whole, at the place of its W.
         """
         actions, seconds = _whole_where_idle(actions, seconds)
         blocks: dict[ChunkKey, list[Block]] = {}
@@ -157,21 +127,15 @@ class StepWork:
             inside_s = sum(profile.forward_s for profile in profiles)
             if inside_s == 0:
                 return None
-            host_s = sum(profile.host_s for profile in profiles)
-            waited = any(profile.waited for profile in profiles)
-            is_paced = 2 * sum(call.paced for call in ran[chunk]) > len(ran[chunk])
-            is_paced = is_paced and (waited or measured_s > _UNEXPLAINED * inside_s)
-            is_slower = host_s > max(_HOST_BOUND * measured_s, inside_s)
-            # the first: of a device without a clock
-            is_host_time = measured_s == 0 or backward_s[chunk] == 0 or is_slower or is_paced
-            if is_host_time:
-                measured_s = min(inside_s, host_s) if is_paced and waited and host_s > 0 else inside_s
+            is_untimed = measured_s == 0 or backward_s[chunk] == 0  # of a device without a clock
+            if is_untimed:
+                measured_s = inside_s
             # a profile's events may count gaps between launches, which a whole forward has not
             scale = min(1.0, measured_s / inside_s)
             menus = [_timed(profile.menu, scale) for profile in profiles]
             again_s, weight_again_s = _again_s(ran[chunk], menus, chunk in split)
-            weight_s = seconds[Action("W", *chunk)] if chunk in split and not is_host_time else None
-            if is_host_time:
+            weight_s = seconds[Action("W", *chunk)] if chunk in split and not is_untimed else None
+            if is_untimed:
                 backward_s[chunk] = _BACKWARD * measured_s + again_s + weight_again_s
             plain_s = backward_s[chunk] - again_s - weight_again_s
             ratio = max(plain_s / measured_s, 1.0)
@@ -188,7 +152,6 @@ class StepWork:
                     weight_part=weight_part,
                     w_reads=w_reads,
                     i_passes=i_passes,
-                    host_s=_PASSES_OF_HOST * profile.host_s,
                 )
                 for menu, profile, (w_reads, i_passes) in zip(menus, profiles, parts, strict=True)
             ]
@@ -203,11 +166,7 @@ class StepWork:
                         1.0 if action.kind == "F" else ratio * seconds[action] / max(backward_s[chunk], 1e-12)
                     )
                     rest_s[action] = outside_s * part
-        called = [call.profile for calls in ran.values() for call in calls if call.profile is not None]
-        saves = sum(profile.num_saves for profile in called)
-        saved_bytes = sum(profile.menu[0].saved_bytes for profile in called)
-        host = Host(seconds_per_moved_byte=_SECONDS_A_SAVE * saves / max(saved_bytes, 1))
-        return cls(actions=tuple(actions), blocks=blocks, rest_s=rest_s, host=host)
+        return cls(actions=tuple(actions), blocks=blocks, rest_s=rest_s)
 
     def scaled(self, factors: Mapping[ChunkKey, float]) -> StepWork:
         """The same step with so many times as many tokens in each chunk."""

@@ -42,7 +42,7 @@ SLOW_LINK = Rates(d2h_bytes_per_s=1e3, h2d_bytes_per_s=1e3)
 """So slow that moving what these small blocks save costs more than computing it again."""
 STEPS = 11
 """Plans are made at the ends of steps 3, 6 and 9."""
-PLANS = 3
+PLANS = 2
 LONG_S = 2.0
 """Of a message, in a training that takes so long as a whole."""
 TOTALS = (900_000, 1_000_000)

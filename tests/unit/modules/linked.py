@@ -16,7 +16,6 @@ from offload.device.sim import SimDevice
 from offload.groups import timed
 from offload.modules import auto_plan
 from offload.modules.beside import Beside
-from offload.modules.block_calls import Timing
 from offload.policy import mixed_search
 from offload.policy.actions import Rates
 from offload.policy.mixture import MixedPlan
@@ -87,7 +86,6 @@ class Run:
 def new_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Run]]:
     """On a link of so many bytes a second, with a host that is ahead of the device. Searches are short and
     waited for."""
-    monkeypatch.setattr(Timing, "_is_paced", lambda timing, start: False)
     monkeypatch.setattr(mixed_search, "_MOST_TRIALS", 40)
     monkeypatch.setattr(timed, "_MOST_TRIALS", 12)
     monkeypatch.setattr(auto_plan, "Beside", lambda calculate, waits: Beside(calculate, waits=True))

@@ -14,6 +14,7 @@ import offload
 from offload import HostBudgetError, PipelineOffloadManager
 from offload.device.sim import SimDevice
 from offload.groups import timed
+from offload.modules.auto import Auto
 from offload.policy.actions import Rates
 from offload.policy.search import Amounts, Plan, choose_keeps
 from tests.inside import exactly
@@ -22,6 +23,12 @@ from tests.unit.modules.training import CALLS, ROWS, WIDTH, Model, build, equal,
 SLOW_LINK = Rates(d2h_bytes_per_s=1e3, h2d_bytes_per_s=1e3)
 """So slow that moving what these small blocks save costs more than computing it again."""
 LAYERS = 4
+
+
+@pytest.fixture
+def follows_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the device has an allocator, the search's plan is followed as it is."""
+    monkeypatch.setattr(Auto, "_new_ladder", lambda auto, engine: None)
 
 
 def train_auto(model: nn.Module, total: Any, *, steps: int = 5, **options: Any) -> tuple[list[Tensor], Any]:
@@ -166,6 +173,7 @@ def test_a_total_that_leaves_nothing_is_one_warning_with_both_numbers(
 
 @pytest.mark.parametrize(("before", "after"), [((16,), (4,)), ((28, 32, 36), (4, 6, 5))])
 def test_where_there_was_no_room_a_plan_is_made_once_steps_are_shorter(
+    follows_plans: None,
     before: tuple[int, ...],
     after: tuple[int, ...],
     manager: PipelineOffloadManager,
@@ -206,7 +214,7 @@ def test_where_there_was_no_room_a_plan_is_made_once_steps_are_shorter(
 
 
 def test_what_is_left_of_the_total_under_the_last_plan_gets_a_plan_of_its_own(
-    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+    follows_plans: None, manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From step 16 on, when the plan is settled, 7,000 bytes more are in use beside saved tensors. What is
     in use between two steps is of neither."""
@@ -376,7 +384,7 @@ def test_explain_is_of_mode_auto_alone() -> None:
 
 
 def test_the_head_and_the_loss_have_the_room_that_they_were_measured_to_need(
-    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+    follows_plans: None, manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = manager.engine
     engine.rates = SLOW_LINK
@@ -459,15 +467,15 @@ def test_a_host_without_room_for_a_plan_does_not_end_the_training(
     with offload.activations(build(blocks=LAYERS), "auto", min_numel=1, device_total="20000B") as handle:
         auto = handle._auto
         assert auto is not None
-        make_plan = auto.plan._reserve
+        pin = auto.plan.pin
 
-        def on_a_device_that_pins(engine: Any, plan: Any) -> None:
+        def on_a_device_that_pins(engine: Any, plan: Any, most_bytes: int) -> bool:
             with monkeypatch.context() as patch:
                 patch.setattr(type(engine.device), "pins", True)
                 patch.setattr(type(engine.arena), "held_bytes", 0)
-                make_plan(engine, plan)
+                return pin(engine, plan, most_bytes)
 
-        monkeypatch.setattr(auto.plan, "_reserve", on_a_device_that_pins)
+        monkeypatch.setattr(auto.plan, "pin", on_a_device_that_pins)
         train(handle._model(), steps=4)  # type: ignore[arg-type]
         assert handle.explain().plan is not None
     assert asked

@@ -124,7 +124,7 @@ def test_plans_are_for_the_typical_step_of_the_last_eight_and_few(
     with offload.activations(model, "auto", min_numel=1, device_total="60000B"):
         for step, _ in enumerate(train_varied(model, rows)):
             ended.append(step)
-    assert 3 <= len(planned) <= 5  # from what was measured under the one before, and for more microbatches
+    assert 2 <= len(planned) <= 4  # from what was measured under the one before, and for more microbatches
     for step, inputs in planned:
         lengths = [length for own in rows[max(0, step - 8) : step] for length in own]
         typical = statistics.mean(lengths) + statistics.pstdev(lengths)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from offload.planner.host_seconds import USUAL, HostSeconds, Way
 from offload.planner.profile import (
     MOST_LEVELS,
     BlockProfile,
@@ -82,61 +81,6 @@ def test_a_recompute_makes_again_what_autograd_saves_and_no_kept_call_has() -> N
     assert [level.made_again_bytes for level in menu] == [0, 1000, 2000, 2500, 3500, 4000]
 
 
-def test_levels_that_keep_calls_cost_the_host_more_than_a_checkpoint() -> None:
-    menu = profile_of(BLOCK).menu
-    selective, checkpoint = (USUAL[2] - 1) * 0.5, (USUAL[1] - 1) * 0.5
-    assert [level.host_s for level in menu] == pytest.approx([0.0, *[selective] * 4, checkpoint])
-
-
-def test_host_seconds_that_were_measured_since_change_no_level() -> None:
-    """Here they say that the device waits for the host, so a menu made of them would have a level more."""
-    total = sum(call.device_s for call in BLOCK)
-    before = profile_of(BLOCK, forward_s=total + 7.0)
-    measured = before.with_host((200.0, 500.0, 700.0))
-    assert [level.host_s for level in measured.menu] == [0.0, *[500.0] * 3, 300.0]
-    assert [level._replace(host_s=0.0) for level in measured.menu] == [
-        level._replace(host_s=0.0) for level in before.menu
-    ]
-    assert measured.keeps == before.keeps
-    assert measured.scaled(2.0).menu[-1].host_s == 300.0
-
-
-def test_of_each_way_the_least_call_counts_and_a_way_that_was_not_seen_is_scaled() -> None:
-    seen = HostSeconds()
-    seen.note_forward(Way.CHECKPOINT, 3.0, paced=True)
-    assert seen.by_way() is None  # its recompute belongs to it
-    for seconds in (4.0, 2.8, 9.0):
-        seen.note_again(Way.CHECKPOINT, seconds, paced=True)
-    # twice what is usual
-    assert seen.by_way() == pytest.approx((2.0, 5.8, 11.8))
-    seen.note_forward(Way.CHECKPOINT, 2.0, paced=True)
-    seen.note_forward(Way.PLAIN, 1.0, paced=True)
-    # of 4.8, where 2.9 are usual, and of 1
-    assert seen.by_way() == pytest.approx((1.0, 4.8, 5.9 * (1.0 + 4.8 / 2.9) / 2))
-    seen.note_forward(Way.SELECTIVE, 3.0, paced=True)
-    seen.note_again(Way.SELECTIVE, 3.5, paced=True)
-    assert seen.by_way() == pytest.approx((1.0, 4.8, 6.5))
-
-
-def test_a_host_that_is_ahead_is_not_taken_for_slow_by_the_calls_that_something_held_up() -> None:
-    """Recomputes take the device's time while the queue is full. Where the host is held up so long that the
-    device catches up, they take even longer."""
-    seen = HostSeconds()
-    for way in (Way.CHECKPOINT, Way.SELECTIVE):
-        for _ in range(7):
-            seen.note_forward(way, 15.0, paced=False)
-            seen.note_again(way, 16.0, paced=False)
-        seen.note_forward(way, 80.0, paced=True)
-        seen.note_again(way, 90.0, paced=True)
-    assert seen.by_way() is None
-    seen.note_forward(Way.PLAIN, 2.0, paced=True)
-    assert seen.by_way() == pytest.approx((2.0, 2.9 * 2.0, 5.9 * 2.0))
-    # any call is a bound, whatever it waited for
-    seen.note_forward(Way.SELECTIVE, 2.0, paced=False)
-    seen.note_again(Way.SELECTIVE, 1.5, paced=False)
-    assert seen.by_way() == pytest.approx((2.0, 2.9 * 2.0, 3.5))
-
-
 def test_seconds_that_no_call_shows_are_computed_again_unless_the_device_waits_for_the_host() -> None:
     total = sum(call.device_s for call in BLOCK)
     unseen = profile_of(BLOCK, forward_s=total + 7.0)
@@ -152,7 +96,6 @@ def test_what_must_be_kept_is_kept_at_every_level_but_the_plain_one() -> None:
     assert profile.keeps[0] is None
     assert all(("topk", 0) in keep for keep in profile.keeps[1:] if keep is not None)
     assert profile.menu[-1].saved_bytes == INPUT + 8
-    assert profile.menu[-1].host_s == pytest.approx((USUAL[2] - 1) * 0.5)
 
 
 def test_what_may_not_be_kept_is_named_and_computed_again() -> None:
@@ -245,3 +188,13 @@ def test_seconds_of_short_calls_follow_from_the_rates_of_long_ones() -> None:
     ]
     assert settled_seconds(calls) == pytest.approx([10.0, 8.0, 0.5, 0.1, 1.0])
     assert settled_seconds(calls[2:]) == pytest.approx([0.1, 0.1, 0.0])
+
+
+def test_seconds_of_a_forward_without_a_profiler_replace_the_profiles_own_at_the_same_levels() -> None:
+    before = profile_of(BLOCK)
+    after = before.timed(before.forward_s / 2)
+    assert after.forward_s == before.forward_s / 2
+    assert after.keeps == before.keeps
+    assert [level.recompute_s for level in after.menu] == pytest.approx(
+        [level.recompute_s / 2 for level in before.menu]
+    )

@@ -17,13 +17,7 @@ MENU = (Level("plain", 100, 0.0), Level("checkpoint", 10, 1.0, 0.5, 90))
 @dataclass(frozen=True)
 class Profiled:
     forward_s: float = 1.0
-    host_s: float = 0.0
-    waited: bool = True
     menu: Menu = MENU
-    num_saves: int = 4
-
-
-PACED = ((0, True), (1, False), (0, True))
 
 
 def work_of(
@@ -52,56 +46,11 @@ def test_a_profile_that_counts_gaps_is_scaled_to_the_forward_that_was_measured()
     assert work.rest_s == {F: 0.0, B: 0.0}
 
 
-def test_where_the_device_waits_for_the_host_the_profile_tells_its_seconds() -> None:
-    work = work_of(10.0, 20.0, (0, 0), Profiled(host_s=5.0))
-    blocks = work.blocks[0, 0]
-    assert [block.forward_s for block in blocks] == [1.0, 1.0]
-    assert [block.backward_s for block in blocks] == [2.2, 2.2]
-    assert [block.host_s for block in blocks] == [15.0, 15.0]
-    assert work.rest_s == {F: 0.0, B: 0.0}
-    # 4 saves of a block's 100 bytes at 334 us each
-    assert work.host.seconds_per_moved_byte == pytest.approx(4 * 334e-6 / 100)
-
-
-@pytest.mark.parametrize(("host_s", "forward_s"), [(0.75, 0.75), (2.0, 1.0)])
-def test_where_the_device_waited_for_launches_the_time_that_copies_take_the_host_is_not_compute(
-    host_s: float, forward_s: float
-) -> None:
-    """W5 of the benchmarks, half of it moved: over 31 ms a forward, of which plain ones take the host 11."""
-    ran = {(0, 0): [Ran(Profiled(host_s=host_s), level, paced=paced) for level, paced in PACED]}
-    work = StepWork.of((F, B), {F: 9.0, B: 18.0}, ran)
-    assert work is not None
-    blocks = work.blocks[0, 0]
-    assert [block.forward_s for block in blocks] == [pytest.approx(forward_s)] * 3
-    assert [block.backward_s for block in blocks] == [pytest.approx(2.2 * forward_s)] * 3
-    assert [block.menu[1].recompute_s for block in blocks] == [pytest.approx(forward_s)] * 3
-    assert work.rest_s == {F: 0.0, B: 0.0}
-    # a device that was behind in most of them has run at its own pace
-    ahead = {(0, 0): [call._replace(paced=not call.paced) for call in ran[0, 0]]}
-    work = StepWork.of((F, B), {F: 9.0, B: 18.0 + 1.0}, ahead)
-    assert work is not None
-    assert work.rest_s == {F: pytest.approx(6.0), B: pytest.approx(12.0)}
-
-
-@pytest.mark.parametrize(("measured_s", "outside_s"), [(3.2, 0.2), (9.0, 0.0)])
-def test_where_the_device_waits_for_messages_its_own_seconds_are_no_host_time(
-    measured_s: float, outside_s: float
-) -> None:
-    """A block takes the device 1 s by a profile that held no waits, and the host 0.5 s: what a forward takes
-    longer than its blocks is around them, if it is little, and else the host's."""
-    profile = Profiled(host_s=0.5, waited=False)
-    ran = {(0, 0): [Ran(profile, level, paced=paced) for level, paced in PACED]}
-    work = StepWork.of((F, B), {F: measured_s, B: 2 * measured_s + 1.0}, ran)
-    assert work is not None
-    assert [block.forward_s for block in work.blocks[0, 0]] == [1.0] * 3
-    assert work.rest_s[F] == pytest.approx(outside_s)
-
-
 def test_a_backward_whose_input_half_does_nothing_is_whole_in_its_weight_half() -> None:
     """Of two chunks, one of them in the first stage: what it recomputes it does once."""
     actions = [Action(kind, stage, 0) for stage in (0, 1) for kind in "FIW"]
     seconds = dict(zip(actions, [2.0, 1e-6, 5.0, 2.0, 3.0, 3.0], strict=True))
-    ran = {(stage, 0): [Ran(Profiled(waited=False), 1), Ran(Profiled(waited=False), 0)] for stage in (0, 1)}
+    ran = {(stage, 0): [Ran(Profiled(), 1), Ran(Profiled(), 0)] for stage in (0, 1)}
     work = StepWork.of(actions, seconds, ran)
     assert work is not None
     assert [str(action) for action in work.actions] == [

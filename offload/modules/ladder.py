@@ -1,0 +1,381 @@
+"""Mode "auto": which way the next step runs, decided by the steps that have run.
+
+    MEASURE   every block is recomputed: what that takes. Then one block of each kind runs plain
+    RULE      as many blocks plain as fit (rule.py); corrected by the peak of each step
+    TRYING    what is finer, in real steps: inputs that leave for more plain blocks, then the search's plan.
+              Each is compared with steps of the way that is followed, and followed itself only where every
+              one of its last steps was faster than every one of these
+    SETTLED   nothing more is tried. A step that passes the total goes back to RULE
+    REFUSED   recomputing every block passes the total
+
+Where a model of the machine and a step disagree, the step is right. One invariant: numbers only, and what is
+decided is a function of what all ranks tell, so ranks whose blocks communicate decide the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from enum import Enum
+from math import inf
+from statistics import median
+from typing import NamedTuple
+
+from tabulate import tabulate
+
+from offload.modules.rule import Cost, Rule, Trace, fitting, peak_bytes
+
+__all__ = ["Ended", "Facts", "Ladder", "State", "Tried"]
+
+_FIRST_AIM, _AIM = 0.99, 0.998
+"""Of the total: before a step under a rule was measured, and since."""
+
+_LOOKS = 3
+"""Steps in which the rule is corrected upwards."""
+
+_TURNS = (True, True, False, True, False)
+"""Steps of a candidate and of the way that is followed. The candidate's first one, which allocates, does not
+count."""
+
+_HOPELESS = 1.05
+"""Of the way that is followed: a plan whose second and third step take longer is given up at once."""
+
+_MOST_PLAN_STEPS = 14
+"""Under plans, until the last one is judged."""
+
+_WAYS = ((False, False), (False, True), (True, True))
+"""Whether inputs leave, and whether each kind of block is for itself."""
+
+_FORWARD = 0.3
+"""Of a step's time."""
+
+_ALIKE = 0.05
+"""Of the bytes of the traced step's inputs: a step that differs by more is compared with none."""
+
+_NOT_SLOWER = 1.01
+"""Without a total: a plan that frees memory for so much of the time is followed."""
+
+
+class State(Enum):
+    MEASURE = "measured"
+    RULE = "rule"
+    TRYING = "trying"
+    SETTLED = "settled"
+    REFUSED = "refused"
+
+
+_STATES = {
+    State.MEASURE: "no rule yet: what a block takes is measured; meanwhile every block is recomputed, or "
+    "moved whole if a recompute would give it other bits",
+    State.RULE: "as many whole blocks run plain as fit, and the others are recomputed; still measured",
+    State.TRYING: "as many whole blocks run plain as fit; what is finer is tried",
+    State.SETTLED: "settled: as many whole blocks run plain as fit, and the others are recomputed",
+    State.REFUSED: "device_total leaves no choice: every block is recomputed, and its input moved",
+}
+
+
+class Ended(NamedTuple):
+    """A whole step. peak_bytes: active at most. input_bytes: of its blocks, the measure of its tokens.
+    seconds_before: of the step before it, None where they are not known. plan_is_new, plan_is_final: where
+    it followed a plan, whether for the first time, and whether no other one will be made."""
+
+    peak_bytes: int
+    input_bytes: int
+    seconds_before: float | None
+    plan_is_new: bool = False
+    plan_is_final: bool = False
+
+
+class Facts(NamedTuple):
+    """What one rank tells of a step. fits: the rules that fit it: the last blocks plain, the best of each
+    kind, and these while inputs leave."""
+
+    seconds_before: float | None
+    is_over: bool
+    fits: tuple[Rule, ...] | None
+    plan_is_new: bool = False
+    plan_is_final: bool = False
+
+    @staticmethod
+    def common(told: Sequence[Facts]) -> Facts:
+        """Of the slowest and the fullest rank."""
+        seconds = [facts.seconds_before for facts in told if facts.seconds_before is not None]
+        fits = [facts.fits for facts in told if facts.fits is not None]
+        least = (
+            tuple(min(own, key=lambda rule: rule.num_plain) for own in zip(*fits, strict=True))
+            if len(fits) == len(told)
+            else None
+        )
+        return Facts(
+            max(seconds) if len(seconds) == len(told) else None,
+            any(facts.is_over for facts in told),
+            least,
+            any(facts.plan_is_new for facts in told),
+            all(facts.plan_is_final for facts in told),
+        )
+
+
+class Tried(NamedTuple):
+    """A way that steps ran. seconds: of them. peak_bytes: active at most, of its last step."""
+
+    name: str
+    seconds: list[float]
+    peak_bytes: int = 0
+
+
+class Ladder:
+    """total_bytes: of device memory that a step may take; is_asked: by the user, else all of the device's.
+
+    rule: that the next step runs, where it follows no plan. follows_plan: whether it does.
+    trace: of the step that was measured, None before. costs: by kind of block, set once they are known.
+    bytes_per_s: of the link to the host.
+    """
+
+    def __init__(self, total_bytes: int, *, is_asked: bool = True) -> None:
+        self.total_bytes, self.is_asked = total_bytes, is_asked
+        self.state = State.MEASURE
+        self.rule = Rule()
+        self.follows_plan = False
+        self.trace: Trace | None = None
+        self.costs: Mapping[Hashable, Cost] = {}
+        self.bytes_per_s = inf
+        self.tried: dict[str, Tried] = {}
+        self._offset = 0.0  # of peaks, measured less what is calculated
+        self._looks = 0
+        self._queue: list[Rule] = []
+        self._at = 0  # of `_WAYS`, that is followed
+        self._rivals = [0, 1, 2]  # that are to be tried
+        self._rival: tuple[int, Rule, Rule] | None = None  # that is tried, its rule, and the one followed
+        self._has_tried_plan = False
+        self._plan_steps = 0
+        self._before: tuple[str, int] | None = None  # the step before: its way, its inputs' bytes
+
+    # -- what the caller asks --------------------------------------------------------------------------------
+    @property
+    def wants_plan(self) -> bool:
+        """Whether a plan is to be searched for, and followed once it is ready."""
+        is_free = not self._queue and self._rival is None and not self._rivals
+        return self.state is State.TRYING and is_free and not self.follows_plan
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every block runs plain."""
+        trace = self.trace
+        return (
+            trace is not None
+            and not self.follows_plan
+            and all(
+                self.rule.is_plain(chunk, place)
+                for chunk, kinds in trace.kinds.items()
+                for place in range(len(kinds))
+            )
+        )
+
+    def text(self) -> str:
+        """What is done now, and what was tried, in words."""
+        rows = [
+            (tried.name, f"{median(tried.seconds[-3:]) * 1e3:.1f}", f"{tried.peak_bytes / 1e9:.2f}")
+            for tried in self.tried.values()
+            if tried.seconds
+        ]
+        state = _STATES[self.state]
+        return (
+            state
+            if not rows
+            else f"{state}\n"
+            + tabulate(
+                rows,
+                headers=("a step", "ms", "GB"),
+                colalign=("left", "right", "right"),
+                disable_numparse=True,
+            )
+        )
+
+    def seconds(self, name: str | None = None) -> float | None:
+        """Of a step that ran this way, the median; None where none is known. name: None for the way that is
+        followed."""
+        tried = self.tried.get(self._name if name is None else name)
+        return median(tried.seconds[-3:]) if tried is not None and tried.seconds else None
+
+    def rule_for(self, factor: float) -> Rule:
+        """The rule of a forward with `factor` times as many tokens as the measured ones had."""
+        trace, rule = self.trace, self.rule
+        if trace is None or not self.costs or rule.only is not None or not rule.num_plain:
+            return rule
+        aim = self.total_bytes * _AIM - max(0.0, self._offset) * factor
+        if factor <= 1.0 or peak_bytes(trace, self.costs, rule, factor) <= aim:
+            return rule
+        return fitting(trace, self.costs, aim, moves=rule.moves, factor=factor)
+
+    # -- steps -----------------------------------------------------------------------------------------------
+    def facts(self, step: Ended) -> Facts:
+        """What this rank tells of a step that has ended."""
+        fits, trace = None, self.trace
+        is_over = step.peak_bytes > self.total_bytes
+        if trace is not None and self.costs and (is_over or self.state is not State.SETTLED):
+            measured = self.state is not State.MEASURE
+            if step.peak_bytes and measured and not self.follows_plan:
+                factor = step.input_bytes / max(1, trace.input_bytes)
+                self._offset = step.peak_bytes - peak_bytes(trace, self.costs, self.rule_for(factor), factor)
+            aim = self.total_bytes * (_AIM if measured else _FIRST_AIM) - self._offset
+            fits = tuple(
+                fitting(trace, self.costs, aim, moves=moves, by_kind=by_kind) for moves, by_kind in _WAYS
+            )
+        return Facts(
+            step.seconds_before,
+            is_over,
+            fits,
+            step.plan_is_new,
+            step.plan_is_final,
+        )
+
+    def ended(self, step: Ended, facts: Facts) -> None:
+        """A step has ended; decide how the next one runs. facts: of all ranks that decide together."""
+        self._note_time(step, facts)
+        if self.state is State.MEASURE:
+            if facts.fits is not None:
+                trace = self.trace
+                assert trace is not None
+                fits = peak_bytes(trace, self.costs, Rule(moves=False)) <= _FIRST_AIM * self.total_bytes
+                self._at = 2 if trace.moves and not fits else 0
+                self.rule = facts.fits[self._at]
+                self.state = State.RULE
+        elif self.state is State.RULE:
+            self._correct(facts)
+        elif self.state is State.TRYING:
+            self._try(facts)
+        elif self.state is State.SETTLED and facts.is_over and not self.follows_plan:
+            self.state, self._looks = State.RULE, _LOOKS
+            self._correct(facts)
+
+    def plan_begins(self) -> None:
+        """A plan is followed from the next step on."""
+        self.follows_plan, self._plan_steps = True, 0
+
+    def no_plan(self) -> None:
+        """There is none to try."""
+        self._has_tried_plan = True
+        if self.state is State.TRYING:
+            self.state = State.SETTLED
+
+    def plan_fails(self) -> None:
+        """The plan that is followed has no room any more."""
+        if self.follows_plan:
+            self._end_plan(follows=False)
+
+    def refuse(self) -> None:
+        """A step that recomputes every block passes the total."""
+        self.state, self.rule, self.follows_plan = State.REFUSED, Rule(), False
+
+    @property
+    def _name(self) -> str:
+        return "plan" if self.follows_plan else name_of(self.rule)
+
+    def _note_time(self, step: Ended, facts: Facts) -> None:
+        if self._before is not None and facts.seconds_before is not None:
+            name, input_bytes = self._before
+            like = input_bytes if self.trace is None else self.trace.input_bytes
+            if abs(input_bytes - like) <= _ALIKE * like and name in self.tried:
+                self.tried[name].seconds.append(facts.seconds_before)
+        self._before = self._name, step.input_bytes
+        if facts.plan_is_new:  # of another plan
+            self.tried.pop("plan", None)
+        known = self.tried.get(self._name)
+        seconds = [] if known is None else known.seconds
+        self.tried[self._name] = Tried(self._name, seconds, step.peak_bytes)
+
+    def _correct(self, facts: Facts) -> None:
+        """The rule by the peak of the step that ran it."""
+        self._looks += 1
+        if facts.fits is None:
+            return
+        if facts.is_over and not self.rule.num_plain:  # the last resort is that inputs leave
+            if self.rule.moves:
+                self.refuse()
+                return
+            self._at = 2
+        rule = facts.fits[self._at]
+        if facts.is_over or (self._looks < _LOOKS and rule.num_plain != self.rule.num_plain):
+            self.rule = rule
+            return
+        self.state = State.SETTLED if self.keeps_all and self.is_asked else State.TRYING
+        self._try(facts)
+
+    def _try(self, facts: Facts) -> None:
+        if self.state is not State.TRYING:
+            return
+        if self.follows_plan:
+            self._judge_plan(facts)
+        elif self._rival is not None:
+            at, new, old = self._rival
+            if facts.is_over and self.rule == new:  # what it spares is not there
+                self._queue, self._rival, self.rule = [], None, old
+            elif self._queue:
+                self.rule = self._queue.pop(0)
+            else:
+                self._rival = None
+                wins = self._wins(name_of(new), name_of(old))
+                self._at, self.rule = (at, new) if wins else (self._at, old)
+        elif self._rivals and facts.fits is not None:
+            at = self._rivals.pop(0)
+            new = facts.fits[at]
+            # inputs leave for more plain blocks alone, and where the link has the time
+            may_move = new.num_plain > self.rule.num_plain and self._moves_within(new)
+            if at != self._at and new != self.rule and (at < 2 or may_move):
+                self._rival = at, new, self.rule
+                self._queue = [new if is_new else self.rule for is_new in _TURNS]
+                self.rule = self._queue.pop(0)
+            else:
+                self._try(facts)
+        elif self._has_tried_plan:
+            self.state = State.SETTLED
+
+    def _moves_within(self, rule: Rule) -> bool:
+        """Whether the inputs that leave have the time of a forward."""
+        trace, rule_s = self.trace, self.seconds()
+        assert trace is not None
+        moved = sum(
+            self.costs[kind].input_bytes
+            for chunk, kinds in trace.kinds.items()
+            for place, kind in enumerate(kinds)
+            if not rule.is_plain(chunk, place)
+        )
+        return rule_s is None or moved / self.bytes_per_s <= _FORWARD * rule_s
+
+    def _judge_plan(self, facts: Facts) -> None:
+        self._plan_steps += 1
+        tried, rule_s = self.tried.get("plan"), self.seconds(name_of(self.rule)) or inf
+        known = [] if tried is None else tried.seconds[1:]  # in the first step the groups are new
+        if len(known) > 1 and min(known) > _HOPELESS * rule_s:
+            self._end_plan(follows=False)
+        elif self._plan_steps >= _MOST_PLAN_STEPS or (facts.plan_is_final and len(known) > 1):
+            self._end_plan(follows=self._wins("plan", name_of(self.rule)))
+
+    def _end_plan(self, *, follows: bool) -> None:
+        self._has_tried_plan, self.follows_plan, self.state = True, follows, State.SETTLED
+
+    def _wins(self, new: str, old: str) -> bool:
+        """Whether the last two steps of the new way were faster than both of the old one."""
+        ours, theirs = (self.tried[name].seconds[-2:] if name in self.tried else [] for name in (new, old))
+        if len(ours) < 2 or len(theirs) < 2:
+            return False
+        if not self.is_asked and new == "plan":
+            return median(ours) <= _NOT_SLOWER * median(theirs)
+        return max(ours) < min(theirs, default=inf)
+
+
+def name_of(rule: Rule) -> str:
+    """In words, for explain()."""
+    places = (f"{first}-{last}" if last > first else f"{first}" for first, last in _runs(rule))
+    plain = f"{rule.num_plain} plain ({', '.join(places)})" if rule.num_plain else "all recomputed"
+    return f"{plain}, inputs of the others leave" if rule.moves else plain
+
+
+def _runs(rule: Rule) -> list[tuple[int, int]]:
+    """Places of plain blocks that follow one another, of the first stage."""
+    runs: list[tuple[int, int]] = []
+    for place in sorted(next(iter(rule.plain.values()), ())):
+        if runs and runs[-1][1] == place - 1:
+            runs[-1] = runs[-1][0], place
+        else:
+            runs.append((place, place))
+    return runs

@@ -1,0 +1,186 @@
+"""Mode "auto": the rule. As many whole blocks as fit run plain and without a hook, the last ones of a chunk
+first; the others are recomputed.
+
+What a step takes is known from one that was measured, in which every block was recomputed. At each block's
+backward so many bytes were active; a block that runs plain adds what it saves from its forward to its
+backward, and a recomputed one its input, if that stays.
+
+    K plain   peak = the most, over backwards of blocks, of what was active there and what plain blocks whose
+              backward comes later hold; and over heads, of theirs and what all live plain blocks hold
+
+So the last block is plain for nothing: its backward holds as much either way. One invariant: numbers only,
+and a rule that fits with fewer bytes has no more plain blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+from offload.policy.actions import ChunkKey
+
+__all__ = ["Cost", "Rule", "Trace", "fitting", "peak_bytes", "probes"]
+
+
+class Rule(NamedTuple):
+    """plain: places of the blocks of a chunk that run plain, by stage. moves: inputs of the others leave.
+    only: chunks, if those of no others do."""
+
+    plain: Mapping[int, frozenset[int]] = {}
+    moves: bool = True
+    only: frozenset[ChunkKey] | None = None
+
+    def is_plain(self, chunk: ChunkKey, place: int) -> bool:
+        return (self.only is None or chunk in self.only) and place in self.plain.get(chunk[0], ())
+
+    @property
+    def num_plain(self) -> int:
+        """Of one chunk of each stage."""
+        return sum(map(len, self.plain.values()))
+
+
+class Cost(NamedTuple):
+    """Of one kind of block. plain_bytes: that it saves beside its input. input_bytes: of that. again_s: of
+    its recompute, or, where it may not be recomputed, of moving what it saves. given_bytes: of its first
+    argument, the measure of its tokens."""
+
+    plain_bytes: int
+    input_bytes: int
+    again_s: float
+    given_bytes: int = 1
+
+
+class _Seen(NamedTuple):
+    """is_forward: the forward of a block has ended, else all that its backward reads is there."""
+
+    is_forward: bool
+    chunk: ChunkKey
+    place: int
+    active_bytes: int
+
+
+@dataclass(slots=True)
+class Trace:
+    """A step in which no block ran plain. moves: inputs left. kinds: of the blocks of each chunk, in order.
+    peak_bytes: active at most in blocks; head_bytes: between a chunk's last block and its backward.
+    resident_bytes: active at its begin. input_bytes: of all blocks, the measure of its tokens."""
+
+    moves: bool
+    resident_bytes: int
+    input_bytes: int = 0
+    peak_bytes: int = 0
+    head_bytes: int = 0
+    seen: list[_Seen] = field(default_factory=list)
+    kinds: dict[ChunkKey, list[Hashable]] = field(default_factory=dict)
+
+    def forward_ended(self, chunk: ChunkKey, place: int) -> None:
+        self.seen.append(_Seen(True, chunk, place, 0))
+
+    def backward_reads(self, chunk: ChunkKey, place: int, active_bytes: int) -> None:
+        self.seen.append(_Seen(False, chunk, place, active_bytes))
+
+    @property
+    def most_bytes(self) -> int:
+        return max(self.peak_bytes, self.head_bytes)
+
+
+def peak_bytes(trace: Trace, costs: Mapping[Hashable, Cost], rule: Rule, factor: float = 1.0) -> float:
+    """Active bytes at most of a step under this rule. factor: as many times as many tokens."""
+    highest = max((seen.active_bytes for seen in trace.seen), default=0)
+    beside_bytes = max(0, trace.peak_bytes - highest)  # what a backward takes beside what it reads
+    live: dict[tuple[ChunkKey, int], float] = {}
+    held, most, open_chunk = 0.0, 0.0, None
+
+    def grown(nbytes: float) -> float:
+        return trace.resident_bytes + factor * max(0.0, nbytes - trace.resident_bytes)
+
+    for is_forward, chunk, place, active_bytes in trace.seen:
+        if is_forward:
+            cost = costs[trace.kinds[chunk][place]]
+            before = 0 if trace.moves else cost.input_bytes
+            if rule.is_plain(chunk, place):
+                now = cost.plain_bytes + cost.input_bytes
+            else:
+                now = 0 if rule.moves else cost.input_bytes
+            live[chunk, place] = factor * (now - before)
+            held += live[chunk, place]
+            open_chunk = chunk
+            continue
+        if chunk == open_chunk:
+            most, open_chunk = max(most, grown(trace.head_bytes) + held), None
+        held -= live.pop((chunk, place), 0.0)
+        most = max(most, grown(active_bytes + beside_bytes) + held)
+    return max(most, grown(trace.most_bytes) if not trace.seen else 0.0)
+
+
+def fitting(
+    trace: Trace,
+    costs: Mapping[Hashable, Cost],
+    total_bytes: float,
+    *,
+    moves: bool,
+    by_kind: bool = True,
+    factor: float = 1.0,
+) -> Rule:
+    """The rule that spares most seconds within the total: kinds by the seconds that a byte of them spares,
+    of each the last ones of a chunk that fit. by_kind: else all kinds are one, and as many of the last blocks
+    run plain as fit."""
+    rule = Rule({}, moves)
+    stages: dict[int, Sequence[Hashable]] = {}
+    for (stage, _), kinds in trace.kinds.items():
+        stages[stage] = max(stages.get(stage, ()), kinds, key=len)
+    runs = [
+        (stage, kind)
+        for stage, kinds in stages.items()
+        for kind in (dict.fromkeys(kinds) if by_kind else (None,))
+    ]
+    if by_kind:
+        runs.sort(key=lambda run: _worth(costs[run[1]], moves), reverse=True)
+    for stage, kind in runs:
+        places = [place for place, of in enumerate(stages[stage]) if kind in (None, of)][::-1]
+        fits, too_many = 0, len(places) + 1
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            tried = _with(rule, stage, places[:middle])
+            if peak_bytes(trace, costs, tried, factor) <= total_bytes:
+                fits = middle
+            else:
+                too_many = middle
+        rule = _with(rule, stage, places[:fits])
+    return rule
+
+
+def _worth(cost: Cost, moves: bool) -> float:
+    """Seconds a byte."""
+    nbytes = cost.plain_bytes + (cost.input_bytes if moves else 0)
+    return cost.again_s / nbytes if nbytes > 0 else inf
+
+
+def _with(rule: Rule, stage: int, places: Collection[int]) -> Rule:
+    return rule._replace(plain={**rule.plain, stage: rule.plain.get(stage, frozenset()).union(places)})
+
+
+def probes(trace: Trace, costs: Mapping[Hashable, Cost], total_bytes: float) -> Rule:
+    """The last block of each kind, in the last chunk of its stage, but for those that do not fit. costs: as
+    they are known before any ran plain."""
+    chunks = list(trace.kinds)
+    last = {chunk[0]: chunk for chunk in chunks}
+    places = {
+        (chunk, kind): max(place for place, of in enumerate(trace.kinds[chunk]) if of == kind)
+        for chunk in last.values()
+        for kind in dict.fromkeys(trace.kinds[chunk])
+    }
+    for chunk, kind in sorted(places, key=lambda of: costs[of[1]].plain_bytes, reverse=True):
+        rule = _probing(places, trace.moves)
+        if peak_bytes(trace, costs, rule) <= total_bytes:
+            break
+        del places[chunk, kind]
+    return _probing(places, trace.moves)
+
+
+def _probing(places: Mapping[tuple[ChunkKey, Hashable], int], moves: bool) -> Rule:
+    plain: dict[int, frozenset[int]] = {}
+    for (chunk, _), place in places.items():
+        plain[chunk[0]] = plain.get(chunk[0], frozenset()) | {place}
+    return Rule(plain, moves, frozenset(chunk for chunk, _ in places))

@@ -1,0 +1,301 @@
+"""Mode "auto" believes steps: as many whole blocks run plain as fit, and what is finer is followed only where
+real steps were faster with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.modules.ladder import Ended, Facts, Ladder, State
+from offload.modules.rule import Cost, Rule, Trace, fitting, peak_bytes
+from tests.unit.modules.allocated import AllocatedRun, allocated
+from tests.unit.modules.training import ROWS
+
+__all__ = ["allocated"]
+
+BLOCKS = 4
+
+
+def trace_of(kinds: str, *, chunks: int = 1, moves: bool = False, head: int = 0) -> Trace:
+    """Blocks that hold 100 bytes in their backward beside 1,000 that stay; all forwards before the backwards.
+    kinds: a letter for each block."""
+    trace = Trace(moves, 1_000, 100, 1_100, head or 1_000)
+    for chunk in range(chunks):
+        trace.kinds[0, chunk] = list(kinds)
+        for place in range(len(kinds)):
+            trace.forward_ended((0, chunk), place)
+    for chunk in reversed(range(chunks)):
+        for place in reversed(range(len(kinds))):
+            trace.backward_reads((0, chunk), place, 1_100)
+    return trace
+
+
+COSTS: dict[Hashable, Cost] = {"a": Cost(90, 10, 1.0), "b": Cost(40, 10, 2.0)}
+
+
+# -- how many fit --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("total", "plain"), [(1_099, 0), (1_100, 1), (1_189, 1), (1_190, 2), (9_999, 4)])
+def test_as_many_of_the_last_blocks_run_plain_as_fit_and_the_first_of_them_costs_nothing(
+    total: int, plain: int
+) -> None:
+    rule = fitting(trace_of("aaaa"), COSTS, total, moves=False)
+    assert sorted(rule.plain[0]) == [3, 2, 1, 0][:plain][::-1]
+
+
+def test_what_the_head_needs_is_beside_all_that_plain_blocks_hold() -> None:
+    trace = trace_of("aaaa", head=1_150)
+    assert peak_bytes(trace, COSTS, Rule({0: frozenset({2, 3})}, moves=False)) == 1_150 + 2 * 90
+
+
+def test_live_microbatches_hold_as_much_each() -> None:
+    """Under 1F1B it is so many blocks of each chunk."""
+    rule = Rule({0: frozenset({3})}, moves=False)
+    assert peak_bytes(trace_of("aaaa", chunks=3), COSTS, rule) == 1_100 + 2 * 90
+
+
+def test_inputs_that_leave_make_room_and_those_that_stay_take_it() -> None:
+    moved, stayed = trace_of("aaaa", moves=True), trace_of("aaaa")
+    nothing = Rule({}, moves=True)
+    assert peak_bytes(moved, COSTS, nothing) == 1_100
+    assert peak_bytes(moved, COSTS, nothing._replace(moves=False)) == 1_100 + 3 * 10
+    # the chunk's first block is read last, when no other one is live: there nothing is gained
+    assert peak_bytes(stayed, COSTS, nothing) == 1_100
+    assert peak_bytes(stayed, COSTS, Rule({0: frozenset({3})}, moves=True)) == 1_100
+
+
+def test_kinds_are_chosen_by_the_seconds_that_a_byte_of_them_spares() -> None:
+    trace = trace_of("bbaa")
+    by_kind = fitting(trace, COSTS, 1_100 + 80, moves=False)
+    assert by_kind.plain[0] == {0, 1, 3}, "the b first, and the last a for nothing"
+    last = fitting(trace, COSTS, 1_100 + 80, moves=False, by_kind=False)
+    assert last.plain[0] == {3}
+
+
+def test_a_longer_forward_has_fewer_plain_blocks() -> None:
+    trace = trace_of("aaaa")
+    ladder = Ladder(1_400)
+    ladder.trace, ladder.costs = trace, COSTS
+    ladder.rule = fitting(trace, COSTS, 1_400 * 0.998, moves=False)
+    assert ladder.rule_for(1.0) is ladder.rule
+    assert ladder.rule_for(0.5) is ladder.rule
+    longer = ladder.rule_for(1.5)
+    assert 0 < longer.num_plain < ladder.rule.num_plain
+    assert peak_bytes(trace, COSTS, longer, 1.5) <= 1_400
+
+
+# -- what is followed ----------------------------------------------------------------------------------------
+class World:
+    """What steps take, by the ways that they run: seconds and bytes that a test says."""
+
+    def __init__(self, total: int = 1_200, *, is_asked: bool = True) -> None:
+        self.ladder = Ladder(total, is_asked=is_asked)
+        self.ladder.trace, self.ladder.costs = trace_of("bbaa"), COSTS
+        self.seconds: Callable[[str], float] = lambda name: 1.0
+        self.plan_s: float | None = None
+        self.extra_bytes = 0
+        self.ways: list[str] = []
+        self._before: float | None = None
+
+    def step(self, *, input_bytes: int = 1_000) -> None:
+        ladder = self.ladder
+        trace = ladder.trace
+        assert trace is not None
+        if ladder.state is State.MEASURE:
+            peak = 1_100
+        elif ladder.follows_plan:
+            peak = 1_000
+        else:
+            peak = round(peak_bytes(trace, COSTS, ladder.rule)) + self.extra_bytes
+        name = "plan" if ladder.follows_plan else ("moves" if ladder.rule.moves else str(ladder.rule.plain))
+        self.ways.append(name)
+        took = self.plan_s if ladder.follows_plan else self.seconds(name)
+        is_new = name == "plan" and self.ways[-2:-1] != ["plan"]
+        step = Ended(peak, input_bytes, self._before, plan_is_new=is_new, plan_is_final=True)
+        self._before = took
+        ladder.ended(step, Facts.common([ladder.facts(step)]))
+        if ladder.wants_plan:
+            if self.plan_s is None:
+                ladder.no_plan()
+            else:
+                ladder.plan_begins()
+
+    def run(self, steps: int = 24) -> str:
+        trace = self.ladder.trace
+        assert trace is not None
+        trace.input_bytes = 1_000
+        for _ in range(steps):
+            self.step()
+        return self.ways[-1]
+
+
+def test_the_last_blocks_are_followed_first_and_kinds_where_their_steps_are_faster() -> None:
+    world = World(1_200)
+    world.seconds = lambda name: 0.9 if "0, 1" in name else 1.0
+    assert world.run() == "{0: frozenset({0, 1, 3})}"
+    assert world.ladder.state is State.SETTLED
+    assert world.ways[2] == "{0: frozenset({2, 3})}"
+    world = World(1_200)
+    world.seconds = lambda name: 1.1 if "0, 1" in name else 1.0
+    assert world.run() == "{0: frozenset({2, 3})}"
+
+
+@pytest.mark.parametrize(("plan_s", "last"), [(0.9, "plan"), (1.0, "rule"), (1.2, "rule")])
+def test_a_plan_is_followed_only_where_its_steps_are_faster_than_those_of_the_rule(
+    plan_s: float, last: str
+) -> None:
+    world = World()
+    world.plan_s = plan_s
+    assert (world.run() == "plan") == (last == "plan")
+    assert world.ladder.state is State.SETTLED
+    tried = world.ways.count("plan")
+    if plan_s > 1.05:
+        assert tried == 4, "given up once its second and third step are known to be slower"
+
+
+def test_without_a_total_a_plan_that_is_hardly_slower_is_followed() -> None:
+    world = World(is_asked=False)
+    world.plan_s = 1.005
+    assert world.run() == "plan"
+
+
+def test_noise_between_steps_changes_nothing() -> None:
+    world, times = World(1_200), iter([1.0, 1.1, 0.95, 1.05] * 20)
+    world.seconds = lambda name: next(times) - (0.04 if "0, 1" in name else 0.0)
+    assert world.run() == "{0: frozenset({2, 3})}"
+
+
+def test_a_step_that_passes_the_total_has_fewer_plain_blocks_from_then_on() -> None:
+    world = World(1_300)
+    world.run(3)
+    before = world.ladder.rule.num_plain
+    world.extra_bytes = 60
+    world.run(20)
+    assert world.ladder.rule.num_plain < before
+    trace = world.ladder.trace
+    assert trace is not None
+    assert peak_bytes(trace, COSTS, world.ladder.rule) + 60 <= 1_300
+    assert world.ladder.state is State.SETTLED
+
+
+def test_steps_of_other_lengths_are_compared_with_none_so_the_rule_stays() -> None:
+    world = World()
+    world.plan_s = 0.5
+    trace = world.ladder.trace
+    assert trace is not None
+    trace.input_bytes = 1_000
+    for number in range(40):
+        world.step(input_bytes=700 + 10 * number % 200)
+    assert world.ways[-1] != "plan"
+    assert world.ladder.state is State.SETTLED
+
+
+def test_inputs_do_not_leave_over_a_link_that_they_would_fill() -> None:
+    world = World()
+    world.ladder.bytes_per_s = 10.0
+    world.run()
+    assert "moves" not in world.ways[1:]
+
+
+def test_ranks_decide_by_the_fullest_and_the_slowest_of_them() -> None:
+    few, many = Rule({0: frozenset({3})}), Rule({0: frozenset({2, 3})})
+    common = Facts.common(
+        [
+            Facts(1.0, False, (many, few, many)),
+            Facts(2.0, True, (few, many, many)),
+            Facts(1.5, False, (many,) * 3),
+        ]
+    )
+    assert common == Facts(2.0, True, (few, few, many))
+    assert Facts.common([Facts(1.0, False, None), Facts(None, False, (few,) * 3)]) == Facts(None, False, None)
+
+
+# -- whole runs ----------------------------------------------------------------------------------------------
+def plain_run(new: Callable[..., AllocatedRun], steps: int, **given: Any) -> tuple[int, list[Tensor]]:
+    """Of a run without: its peak, and its weights at the end."""
+    run = new(BLOCKS)
+    run.steps(steps, **given)
+    return max(run.peaks), run.weights()
+
+
+def halfway(new: Callable[..., AllocatedRun], plain_bytes: int, **given: Any) -> str:
+    """A total between what a step takes that recomputes every block and a plain one."""
+    run = new(BLOCKS, device_total="1GB")
+    run.steps(2, **given)
+    return f"{(max(run.peaks) + plain_bytes) // 2}B"
+
+
+@pytest.mark.parametrize("rows", [(ROWS,), (ROWS, ROWS)], ids=["one forward", "two alive"])
+def test_weights_have_the_bits_of_a_run_without_and_every_step_keeps_within_the_total(
+    rows: tuple[int, ...], allocated: Callable[..., AllocatedRun]
+) -> None:
+    plain_bytes, weights = plain_run(allocated, 14, rows=rows)
+    total = halfway(allocated, plain_bytes, rows=rows)
+    run = allocated(BLOCKS, device_total=total)
+    run.steps(14, rows=rows)
+    assert all(map(torch.equal, run.weights(), weights))
+    assert max(run.peaks) <= int(total[:-1]) * 1.01
+    assert run.ladder.state is State.SETTLED
+    assert 0 < run.ladder.rule.num_plain < BLOCKS
+    assert run.seconds[-1] < run.seconds[1], "than where every block is recomputed"
+    assert run.seconds[4] <= run.seconds[-1] * 1.001, "from step 5 on it is the rule"
+    explained = str(run.handle.explain()) if run.handle else ""
+    assert f"{run.ladder.rule.num_plain} plain" in explained
+    assert f"{run.seconds[-1] * 1e3:.1f}" in explained
+
+
+def test_where_all_fits_one_hook_is_left_and_a_longer_forward_brings_all_back(
+    allocated: Callable[..., AllocatedRun],
+) -> None:
+    lengths = [(ROWS,)] * 7 + [(ROWS + ROWS // 2,)] + [(ROWS,)] * 2
+    plain = allocated(BLOCKS)
+    for number, rows in enumerate(lengths):
+        plain.steps(1, rows=rows, seed=number)
+    weights, total = plain.weights(), max(plain.peaks[:7]) + 4_000
+    assert max(plain.peaks) > total
+    run = allocated(BLOCKS, device_total=f"{total}B")
+    hooks = []
+    for number, rows in enumerate(lengths):
+        run.steps(1, rows=rows, seed=number)
+        hooks.append(run.num_hooks - run.own_hooks)
+    assert hooks[6] == 1
+    assert run.seconds[6] == pytest.approx(plain.seconds[6])
+    assert run.peaks[7] <= total, "in that very forward fewer blocks ran plain"
+    assert all(map(torch.equal, run.weights(), weights))
+    assert run.handle is not None
+    run.handle.remove()
+    assert run.num_hooks == run.own_hooks
+
+
+def test_blocks_that_run_plain_have_no_hook_and_none_is_missed(
+    allocated: Callable[..., AllocatedRun], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain_bytes, _ = plain_run(allocated, 2)
+    run = allocated(BLOCKS, device_total=halfway(allocated, plain_bytes))
+    run.steps(14)
+    resting = [len(block._forward_hooks) for block in run.model.layers]
+    plain = run.ladder.rule.plain[0]
+    assert [place for place, count in enumerate(resting) if count == 0] == sorted(plain - {BLOCKS - 1})
+    assert not [text for text in caplog.messages if "did not run through their hooks" in text]
+    assert run.handle is not None
+    run.handle.remove()
+    assert run.num_hooks == run.own_hooks
+
+
+def test_lengths_that_vary_keep_within_the_total_with_the_bits_of_a_run_without(
+    allocated: Callable[..., AllocatedRun],
+) -> None:
+    lengths = [(8 + 3 * number % 11,) for number in range(16)]
+    plain = allocated(BLOCKS)
+    for number, rows in enumerate(lengths):
+        plain.steps(1, rows=rows, seed=number)
+    weights = plain.weights()
+    total = halfway(allocated, max(plain.peaks), rows=(18,))
+    run = allocated(BLOCKS, device_total=total)
+    for number, rows in enumerate(lengths):
+        run.steps(1, rows=rows, seed=number)
+    assert all(map(torch.equal, run.weights(), weights))
+    assert max(run.peaks) <= int(total[:-1]) * 1.01
