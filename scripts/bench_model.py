@@ -1,17 +1,27 @@
 #!/usr/bin/env python3
-"""What offload costs on a model of transformers as a user trains it: one line of `offload.apply`, nothing
-announced, head and loss included. One table, one run, one GPU.
+"""One line of `offload.apply` on models that nobody tuned, beside what a user writes with torch alone: time
+and memory of a training step, each model as its library builds it. One table, one run, one GPU.
 
-    python scripts/bench_model.py                               Llama: 8 layers of 4096, 16384 tokens
-    python scripts/bench_model.py --rows checkpoint,auto --device-total-gb 12,14,18
+    python scripts/bench_model.py --models six --rows rule,auto --total-number 1 --out six.json
+    python scripts/bench_model.py --models own --rows rule,auto --total-number 1 --out own.json
+    python scripts/bench_model.py --models gemma3,t5 --rows plain,gc,torch_checkpoint,rule,auto
+    python scripts/bench_model.py --models whisper --device-total-gb 9.8 --rows rule,auto,rule,auto
+    python scripts/bench_model.py --rows plain,gc,auto --device-total-gb 14 --gradients       a Llama
     python scripts/bench_model.py --config my/config.json --sequence 4096 --batch 2
-    python scripts/bench_model.py --tiny                        the whole script on a CPU and the simulated
-                                                                device, for its own sake
+    python scripts/bench_model.py --models six,own --tiny       on a CPU, for the script's own sake
 
-A step is forward, backward, an optimizer's step that changes nothing, and zero_grad(), which frees the
-gradients. Each row runs in a process of its own; weights are random, of one seed; nothing is downloaded.
-One invariant: every row computes the same gradients from the same weights, compared bit for bit with those of
-`nothing` in one more step under deterministic kernels.
+What the models are: bench/families.py; `six` and `own` are names for several. Rows: `plain`, nothing is
+offloaded; `gc`, the model's own checkpointing; `torch_checkpoint`, torch's non-reentrant checkpoint around
+each block; `rule`, the same around all but the last k blocks, the largest k whose step fits the total, found
+by real steps (bench/rule.py); `auto` and the rest, one line of `offload.apply`.
+
+A step is forward, backward, optimizer.step() and zero_grad(), from a drained device to a drained device, on
+the host's clock. Active bytes are the peak of torch's `active_bytes.all` over a whole step. Each row runs in
+a process of its own; one that fails, runs out of memory or takes too long has a line that says so. A row may
+be named twice, to see how far two processes differ.
+
+With --gradients, weights do not change and the gradients of one more step, under deterministic kernels, are
+compared bit for bit with those of `plain`.
 """
 
 from __future__ import annotations
@@ -22,6 +32,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +45,12 @@ for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
 import torch  # noqa: E402
 
 import offload  # noqa: E402
-from bench import gradients, report  # noqa: E402
+from bench import gradients, model_table  # noqa: E402
+from bench.families import FAMILIES, GROUPS, LLAMA, Setting  # noqa: E402
 from bench.measure import Clock  # noqa: E402
+from bench.rule import Rule  # noqa: E402
 from bench.run import (  # noqa: E402
     NEEDS_GPU,
-    NotInstalledError,
     Run,
     SkippedError,
     add_run_options,
@@ -48,59 +60,56 @@ from bench.run import (  # noqa: E402
 )
 
 GB = 1e9
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-    "max_position_embeddings": 131072,
-}
-_TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-}
-_RECOMPUTING = {
-    "checkpoint": {},
+_OWN_CHECKPOINTING: dict[str, dict[str, Any]] = {
+    "gc": {},
     "every_second": {"every_n_layers": 2},
     "transformers_offload": {"offload": True},
 }
-"""Rows of transformers' own checkpointing, by what they give it."""
-_APPLIED = {
-    "all": True,
-    "groups": "groups",
+"""Rows of the library's own checkpointing, by what transformers' gets."""
+_MODES: dict[str, Any] = {
+    "checkpoint": "checkpoint",
     "hidden_states": "hidden_states",
     "selective": "selective",
+    "groups": "groups",
+    "all": True,
 }
-"""Rows of `offload.apply`, by their mode."""
-ROWS = ("nothing", *_RECOMPUTING, *_APPLIED, "auto")
-_SETTLING = {"auto": 28}
-"""Steps before the timed ones, of rows that measure and plan, three times, each search a few steps beside
-others; the others need four."""
+"""Rows of `offload.apply` without a total, by their mode."""
+_WITHIN = ("rule", "auto")
+"""Rows that have a total."""
+ROWS = ("plain", *_OWN_CHECKPOINTING, "torch_checkpoint", *_MODES, *_WITHIN)
+_SETTLING, _AUTO_LEAST, _AUTO_MOST, _AUTO_S = 4, 24, 90, 32.0
+"""Steps before the timed ones. Of auto, at least so many, then until its plan is final, but no more, and not
+for longer."""
+_EXPLAINED_LINES = 40
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRequest:
-    """What the parent asks of one process. config: as a config.json of transformers."""
+    """What the parent asks of one process.
 
+    model     of families.FAMILIES
+    row       of ROWS; label: with its total
+    total_bytes       of all active bytes, for `rule` and `auto`
+    host_limit_bytes  most pinned bytes; None leaves the library's default
+    config, sequence, batch   of the models "llama" and "config"
+    reference     file of the gradients' fingerprints: written by the row "plain", read by the others
+    beside_plain  also time plain steps in this process, after the row's own
+    """
+
+    model: str
     row: str
     label: str
-    config: dict[str, Any]
-    sequence: int
-    batch: int
-    samples: int
-    total_bytes: int | None
-    host_limit_bytes: int
-    reference: str
-    """File of the gradients' fingerprints: written by the row "nothing", read by the others."""
-    gradients: bool
-    tiny: bool
+    total_bytes: int | None = None
+    host_limit_bytes: int | None = None
+    samples: int = 5
+    config: dict[str, Any] | None = None
+    sequence: int | None = None
+    batch: int | None = None
+    reference: str = ""
+    gradients: bool = False
+    beside_plain: bool = False
+    tiny: bool = False
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -108,37 +117,42 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--config", type=Path, help="a config.json of a causal language model; with --tiny, in tiny sizes"
+        "--models", help=f"of {', '.join((*GROUPS, *FAMILIES))} (llama; config, where --config is given)"
     )
-    parser.add_argument("--layers", type=int, help="instead of the config's num_hidden_layers")
-    parser.add_argument("--sequence", type=int, default=16384, help="tokens (%(default)s)")
-    parser.add_argument("--batch", type=int, default=1, help="sequences a step (%(default)s)")
-    parser.add_argument(
-        "--rows",
-        default="nothing,checkpoint,transformers_offload,hidden_states,auto",
-        help=f"of {', '.join(ROWS)} (%(default)s); nothing is always run first, for the ratios",
-    )
-    parser.add_argument(
-        "--device-total-gb",
-        default="14",
-        help="comma-separated GB of 1e9 of all active bytes, for auto, a row each (%(default)s)",
-    )
-    parser.add_argument("--host-limit-gb", type=float, default=110.0, help="pinned bytes (%(default)s)")
+    parser.add_argument("--rows", default="plain,rule,auto", help=f"of {', '.join(ROWS)} (%(default)s)")
+    parser.add_argument("--device-total-gb", help="totals in GB of 1e9, as 14,19, instead of the model's two")
+    parser.add_argument("--totals", help="the same as shares of what plain takes, as 0.35,0.5")
+    parser.add_argument("--total-number", type=int, choices=(1, 2), help="one of the model's two (both)")
+    parser.add_argument("--config", type=Path, help="a config.json of a causal language model")
+    parser.add_argument("--layers", type=int, help="of llama or --config, instead of its num_hidden_layers")
+    parser.add_argument("--sequence", type=int, default=16384, help="tokens, of the same (%(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences a step, of the same (%(default)s)")
+    parser.add_argument("--host-limit-gb", type=float, help="most pinned bytes (the library's default)")
     parser.add_argument("--samples", type=int, default=5, help="timed steps a row (%(default)s)")
-    parser.add_argument("--no-gradients", action="store_true", help="leave out the comparison of gradients")
-    add_run_options(parser, row_timeout_s=240.0)
+    parser.add_argument("--gradients", action="store_true", help="compare gradients; weights do not change")
+    parser.add_argument(
+        "--beside-plain", action="store_true", help="time plain steps in each row's process, after its own"
+    )
+    add_run_options(parser, row_timeout_s=75.0)
     parsed = parser.parse_args(arguments)
-    parsed.rows = [name for name in parsed.rows.split(",") if name and name != "nothing"]
-    if unknown := [name for name in parsed.rows if name not in ROWS]:
-        parser.error(f"unknown rows {', '.join(unknown)}; known are {', '.join(ROWS)}")
-    try:
-        parsed.totals = [float(text) for text in parsed.device_total_gb.split(",")]
-    except ValueError:
-        parsed.totals = []
-    if not parsed.totals or not all(0 < total < math.inf for total in parsed.totals):
-        parser.error(f"--device-total-gb is {parsed.device_total_gb!r}; must be numbers above 0, as 12,14.5")
+    named = (parsed.models or ("llama" if parsed.config is None else "config")).split(",")
+    parsed.models = [model for name in named if name for model in GROUPS.get(name, (name,))]
+    parsed.rows = [name for name in parsed.rows.split(",") if name]
+    for what, given, known in (("models", parsed.models, FAMILIES), ("rows", parsed.rows, ROWS)):
+        if unknown := [name for name in given if name not in known]:
+            parser.error(f"unknown {what} {', '.join(unknown)}; known are {', '.join(known)}")
+    if parsed.device_total_gb and parsed.totals:
+        parser.error("--device-total-gb and --totals both give the totals; give one of them")
+    if parsed.total_number and (parsed.device_total_gb or parsed.totals):
+        parser.error(
+            "--total-number chooses one of the model's own totals; leave it out where totals are given"
+        )
+    parsed.totals_gb = _numbers(parser, "--device-total-gb", parsed.device_total_gb)
+    parsed.shares = _numbers(parser, "--totals", parsed.totals)
     if parsed.config is not None and not parsed.config.is_file():
         parser.error(f"--config {parsed.config} is no file; give the config.json of a model of transformers")
+    if "config" in parsed.models and parsed.config is None:
+        parser.error("the model config needs --config FILE")
     for name in ("sequence", "batch", "samples", "layers"):
         given = getattr(parsed, name)
         if given is not None and given < 1:
@@ -146,182 +160,294 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parsed
 
 
-def requests(args: argparse.Namespace, folder: Path) -> list[ModelRequest]:
-    """Of every row, nothing first."""
-    config = dict(LLAMA if args.config is None else json.loads(args.config.read_text()))
-    config |= _TINY if args.tiny else {}
-    config |= {} if args.layers is None else {"num_hidden_layers": args.layers}
-    found = []
-    for row in ("nothing", *args.rows):
-        for total in args.totals if row == "auto" else [None]:
-            found.append(
-                ModelRequest(
-                    row=row,
-                    label=row if total is None else f"{row}@{total:g}",
-                    config=config,
-                    sequence=16 if args.tiny else args.sequence,
-                    batch=args.batch,
-                    samples=2 if args.tiny else args.samples,
-                    total_bytes=None if total is None else round(total * GB),
-                    host_limit_bytes=round(args.host_limit_gb * GB),
-                    reference=str(folder / "reference.pt"),
-                    gradients=not args.no_gradients,
-                    tiny=args.tiny,
-                )
-            )
+def _numbers(parser: argparse.ArgumentParser, option: str, text: str | None) -> list[float]:
+    try:
+        found = [float(one) for one in text.split(",")] if text is not None else []
+    except ValueError:
+        found = [0.0]
+    if not all(0 < one < math.inf for one in found):
+        parser.error(f"{option} is {text!r}; must be numbers above 0, as 12,14.5")
     return found
+
+
+def request_for(
+    model: str, row: str, total_bytes: int | None, args: argparse.Namespace, folder: Path
+) -> ModelRequest:
+    config = json.loads(args.config.read_text()) if model == "config" else None
+    if model == "llama" or (config is not None and args.layers is not None):
+        layers = {} if args.layers is None else {"num_hidden_layers": args.layers}
+        config = (LLAMA if config is None else config) | layers
+    return ModelRequest(
+        model=model,
+        row=row,
+        label=row if total_bytes is None else f"{row}@{total_bytes / GB:.4g}",
+        total_bytes=total_bytes,
+        host_limit_bytes=None if args.host_limit_gb is None else round(args.host_limit_gb * GB),
+        samples=2 if args.tiny else args.samples,
+        config=config,
+        sequence=args.sequence,
+        batch=args.batch,
+        reference=str(folder / f"reference-{model}.pt"),
+        gradients=args.gradients,
+        beside_plain=args.beside_plain,
+        tiny=args.tiny,
+    )
+
+
+class Trainer:
+    """A user's loop. Steps are recorded as they end."""
+
+    def __init__(self, request: ModelRequest, device: torch.device) -> None:
+        family = FAMILIES[request.model]
+        setting = Setting(
+            device=device,
+            tiny=request.tiny,
+            config=request.config,
+            sequence=request.sequence,
+            batch=request.batch,
+        )
+        torch.manual_seed(0)
+        self.model, self._loss = family.make(setting)
+        self.model.train()
+        self.optimizer = family.optimizer(list(self.model.parameters()), device)
+        if request.gradients:
+            for group in self.optimizer.param_groups:
+                group["lr"] = 0.0
+        self.clock = Clock(device)
+        self.samples: list[dict[str, float]] = []
+
+    def backward(self, number: int = 0) -> None:
+        torch.manual_seed(number)
+        self._loss(number).backward()
+
+    def step(self, number: int = 0) -> None:
+        self.backward(number)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def timed(self) -> dict[str, float]:
+        """One more step, and its record: milliseconds, those of the Python calls, and peaks in bytes."""
+        self.clock.reset_peaks()
+        self.clock.drain()
+        began = time.perf_counter()
+        self.step(len(self.samples))
+        issued = time.perf_counter()
+        self.clock.drain()
+        ended = time.perf_counter()
+        peaks = self.clock.memory()
+        self.samples.append(
+            {
+                "ms": (ended - began) * 1e3,
+                "host_ms": (issued - began) * 1e3,
+                "active": peaks["active_peak"],
+                "reserved": peaks["reserved_peak"],
+            }
+        )
+        return self.samples[-1]
+
+    def ms_of(self, count: int) -> list[float]:
+        return [self.timed()["ms"] for _ in range(count)]
 
 
 def run_row(request: ModelRequest) -> dict[str, Any]:
     """The row's figures, with a status."""
-    return outcome({"row": request.row, "label": request.label}, lambda: _measure(request))
-
-
-class Trainer:
-    """A user's loop over one batch. The optimizer's step changes no weight, so that all rows have the same
-    ones in every step."""
-
-    def __init__(self, request: ModelRequest, device: torch.device) -> None:
-        try:
-            from transformers import AutoConfig, AutoModelForCausalLM
-        except ImportError as error:
-            raise NotInstalledError("transformers is not installed") from error
-        config = AutoConfig.for_model(**request.config)
-        config.use_cache = False
-        torch.manual_seed(0)
-        with torch.device(device):
-            self.model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32 if request.tiny else torch.bfloat16
-            )
-        self.model.train()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
-        drawn = torch.Generator().manual_seed(1)
-        size = (request.batch, request.sequence)
-        self.tokens = torch.randint(config.vocab_size, size, generator=drawn).to(device)
-
-    def backward(self) -> None:
-        self.model(input_ids=self.tokens, labels=self.tokens).loss.backward()
-
-    def step(self) -> None:
-        self.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    about = {"model": request.model, "row": request.row, "label": request.label}
+    return outcome(about, lambda: _measure(request))
 
 
 def _measure(request: ModelRequest) -> dict[str, Any]:
     if not request.tiny and not torch.cuda.is_available():
         raise SkippedError("no CUDA device here")
-    device = torch.device("cpu" if request.tiny else "cuda")
-    trainer, clock = Trainer(request, device), Clock(device)
-    if request.row in _RECOMPUTING:
-        _recompute(trainer.model, _RECOMPUTING[request.row])
-    handle = _applied(trainer.model, request)
-    settling = 2 if request.tiny else _SETTLING.get(request.row, 4)
-    samples = [_step(trainer, clock) for _ in range(settling + request.samples)]
-    timed = samples[settling:]
-    result: dict[str, Any] = {
-        "step_ms": statistics.median(one["step_ms"] for one in timed),
-        "step_ms_mean": statistics.fmean(one["step_ms"] for one in timed),
-        "host_ms": statistics.median(one["host_ms"] for one in timed),
-        "first_step_ms": samples[0]["wall_ms"],
-        "active_bytes": max(one["active_peak"] for one in timed),
-        "reserved_bytes": max(one["reserved_peak"] for one in timed),
-        "pinned_held": 0,
-        "pinned_lent_peak": 0,
-        "engine": {},
-        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
-        "samples": samples,
-    }
+    trainer = Trainer(request, torch.device("cpu" if request.tiny else "cuda"))
+    result: dict[str, Any] = {"parameters": sum(one.numel() for one in trainer.model.parameters())}
+    own_hooks, handle, undo = _hooks(trainer.model), None, lambda: None
+    if request.row in _OWN_CHECKPOINTING:
+        undo = _own_checkpointing(trainer.model, _OWN_CHECKPOINTING[request.row])
+    elif request.row in ("rule", "torch_checkpoint"):
+        rule = Rule(trainer.model)
+        undo = rule.remove
+        if request.row == "rule":
+            result |= _choose(rule, trainer, request)
+        result |= {"blocks": len(rule.blocks), "plain_blocks": rule.num_plain}
+    elif request.row != "plain":
+        handle = _apply(trainer.model, request)
+        undo = handle.remove
+    _settle(trainer, handle if request.row == "auto" else None, request)
+    settle = len(trainer.samples)
+    trainer.ms_of(request.samples)
+    result |= _figures(trainer.samples, settle) | {"hooks": _hooks(trainer.model) - own_hooks}
     if handle is not None:
-        result |= _figures(handle)
+        last = handle.report().last_step
+        result |= {"pinned_held": last["host_bytes"], "pinned_lent_peak": last["host_lent_bytes"]}
+        result["engine"] = {"spill_bytes": last["moved_bytes"], "stall_ms": last["stall_ms"]}
+        result["report"] = str(handle.report())
+        if request.row == "auto":
+            explained = handle.explain()
+            result |= {"final": explained.is_final, "explained": str(explained)}
     if request.gradients:
-        result["gradients"] = _gradients(request, trainer, clock)
-    if handle is not None:
-        handle.remove()
-    if request.row != "nothing":
-        if request.row in _RECOMPUTING:
-            _recompute_no_more(trainer.model)
-        plain = [_step(trainer, clock)["step_ms"] for _ in range(2 + request.samples)]
-        result["plain_ms"] = statistics.median(plain[2:])
+        result["gradients"] = _gradients(request, trainer)
+    if request.beside_plain and request.row != "plain":
+        undo()
+        result["plain_ms"] = statistics.median(trainer.ms_of(3 + request.samples)[3:])
     return result
 
 
-def _step(trainer: Trainer, clock: Clock) -> dict[str, Any]:
-    """One step from a drained device to a drained device."""
-    clock.drain()
-    clock.reset_peaks()
-    wall, start = time.perf_counter(), clock.mark()
-    trainer.step()
-    end, issued = clock.mark(), time.perf_counter()
-    clock.drain()
-    return {
-        "step_ms": clock.ms(start, end),
-        "host_ms": (issued - wall) * 1e3,
-        "wall_ms": (time.perf_counter() - wall) * 1e3,
-        **clock.memory(),
+def _settle(trainer: Trainer, auto: offload.Applied | None, request: ModelRequest) -> None:
+    if auto is None:
+        trainer.ms_of(2 if request.tiny else _SETTLING)
+        return
+    least, most = (4, 8) if request.tiny else (_AUTO_LEAST, _AUTO_MOST)
+    ends = time.perf_counter() + _AUTO_S
+    trainer.ms_of(least)
+    while len(trainer.samples) < most and time.perf_counter() < ends and not auto.explain().is_final:
+        trainer.timed()
+
+
+def _choose(rule: Rule, trainer: Trainer, request: ModelRequest) -> dict[str, Any]:
+    """Find the rule's k; the steps that it takes are forgotten. Returns what a step that recomputes every
+    block takes, of the steps before."""
+    assert request.total_bytes is not None
+    recomputing = trainer.ms_of(1 if request.tiny else 4)[-3:]
+    found = {
+        "recomputed_ms": statistics.median(recomputing),
+        "recomputed_bytes": max(one["active"] for one in trainer.samples),
     }
 
+    def active_of_step() -> int:
+        try:
+            return round(trainer.timed()["active"])
+        except torch.OutOfMemoryError:
+            trainer.optimizer.zero_grad()
+            torch.cuda.empty_cache()
+            raise
 
-def _recompute(model: Any, keywords: dict[str, Any]) -> None:
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    if enable is not None:
-        enable({"use_reentrant": False}, **keywords)
-    elif keywords:
-        raise NotInstalledError(f"this transformers has no checkpointing with {', '.join(keywords)}")
-    else:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-def _recompute_no_more(model: Any) -> None:
-    disable = getattr(model, "activation_checkpointing_disable", None)
-    (model.gradient_checkpointing_disable if disable is None else disable)()
-
-
-def _applied(model: Any, request: ModelRequest) -> offload.Applied | None:
-    if request.row not in (*_APPLIED, "auto"):
-        return None
-    offload.configure(
-        offload.OffloadConfig(host_limit_bytes=request.host_limit_bytes),
-        device="sim" if request.tiny else "cuda",
-        print_summary=False,
-    )
-    smallest: dict[str, Any] = {"min_numel": 1} if request.tiny else {}
-    if request.row == "auto":
-        return offload.apply(model, mode="auto", device_total=f"{request.total_bytes}B", **smallest)
-    return offload.apply(model, mode=_APPLIED[request.row], **smallest)
-
-
-def _figures(handle: offload.Applied) -> dict[str, Any]:
-    last = handle.report().last_step
-    found: dict[str, Any] = {
-        "pinned_held": last["host_bytes"],
-        "pinned_lent_peak": last["host_lent_bytes"],
-        "engine": {"spill_bytes": last["moved_bytes"], "stall_ms": last["stall_ms"]},
-        "report": str(handle.report()),
-    }
-    if handle.mode == "auto":
-        explained = handle.explain()
-        found["explained"] = str(explained)
-        if explained.bound is not None:
-            found["own_bound_ms"] = explained.bound.step_s * 1e3
+    rule.choose(active_of_step, request.total_bytes)
+    trainer.samples.clear()
+    if trainer.clock.cuda:
+        torch.cuda.empty_cache()  # reserved bytes are then those of steps with this k
     return found
 
 
-def _gradients(request: ModelRequest, trainer: Trainer, clock: Clock) -> dict[str, Any]:
-    """One step more, under deterministic kernels; its gradients beside those of the row nothing."""
-    torch.manual_seed(2)  # a row that settles longer has drawn more
-    with gradients.deterministic():
-        trainer.backward()
-        clock.drain()
+def _figures(samples: list[dict[str, float]], settle: int) -> dict[str, Any]:
+    """settle: steps before the timed ones."""
+    timed, late = samples[settle:], samples[model_table.HELD :] or samples[-1:]
+    return {
+        "step_ms": statistics.median(one["ms"] for one in timed),
+        "host_ms": statistics.median(one["host_ms"] for one in timed),
+        "first_step_ms": samples[0]["ms"],
+        "worst_late_ms": max(one["ms"] for one in late),
+        "active_bytes": max(one["active"] for one in timed),
+        "active_any_bytes": max(one["active"] for one in samples),
+        "reserved_bytes": max(one["reserved"] for one in timed),
+        "pinned_held": 0,
+        "pinned_lent_peak": 0,
+        "engine": {},
+        "settle": settle,
+        "trace_ms": [one["ms"] for one in samples],
+        "trace_active": [one["active"] for one in samples],
+    }
+
+
+def _hooks(model: torch.nn.Module) -> int:
+    """Hooks and replaced forwards of all its modules."""
+    count = sum(len(getattr(module, name)) for module in model.modules() for name in _HOOKS)
+    return count + sum("forward" in vars(module) for module in model.modules())
+
+
+def _own_checkpointing(model: Any, keywords: dict[str, Any]) -> Callable[[], None]:
+    """Switch it on; returns what switches it off."""
+    if hasattr(model, "set_grad_checkpointing") and not keywords:  # timm
+        model.set_grad_checkpointing(True)
+        return lambda: model.set_grad_checkpointing(False)
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # transformers, newer and older
+        if hasattr(model, f"{name}_enable") and (not keywords or name.startswith("activation")):
+            getattr(model, f"{name}_enable")({"use_reentrant": False}, **keywords)
+            return getattr(model, f"{name}_disable")
+    asked = f" with {', '.join(keywords)}" if keywords else ""
+    raise SkippedError(f"this model has no checkpointing of its own{asked}")
+
+
+def _apply(model: Any, request: ModelRequest) -> offload.Applied:
+    if request.tiny or request.host_limit_bytes is not None:
+        offload.configure(
+            offload.OffloadConfig(host_limit_bytes=request.host_limit_bytes),
+            device="sim" if request.tiny else "cuda",
+            print_summary=False,
+        )
+    smallest: dict[str, Any] = {"min_numel": 1} if request.tiny else {}
+    if request.row == "auto":
+        return offload.apply(model, mode="auto", device_total=f"{request.total_bytes}B", **smallest)
+    return offload.apply(model, mode=_MODES[request.row], **smallest)
+
+
+def _gradients(request: ModelRequest, trainer: Trainer) -> dict[str, Any]:
+    """One step more, under deterministic kernels; its gradients beside those of the row plain."""
+    try:
+        with gradients.deterministic():
+            trainer.backward()
+            trainer.clock.drain()
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        return {"verdict": "no kernel"}  # one of the model's has no deterministic form
     named = {name: one.grad for name, one in trainer.model.named_parameters() if one.grad is not None}
     prints = gradients.prints_of(named)
     trainer.optimizer.step()
     trainer.optimizer.zero_grad()
     path = Path(request.reference)
-    if request.row == "nothing":
+    if request.row == "plain":
         gradients.save(path, prints)
         return {"verdict": "reference"}
     return gradients.compare(gradients.load(path), prints) if path.exists() else {"verdict": "no reference"}
+
+
+def _pairs(model: str, args: argparse.Namespace) -> Iterator[tuple[str, float | None, bool]]:
+    """(row, total, whether it is a share) of one model; plain first where another needs it."""
+    family = FAMILIES[model]
+    totals = list(args.totals_gb or args.shares or family.totals)
+    if args.total_number is not None:
+        totals = [totals[args.total_number - 1]]
+    shares = bool(args.shares) or (not args.totals_gb and family.shares)
+    within = [row for row in args.rows if row in _WITHIN]
+    if "plain" in args.rows or args.gradients or (shares and within):
+        yield "plain", None, False
+    yield from ((row, None, False) for row in args.rows if row not in ("plain", *_WITHIN))
+    yield from ((row, total, shares) for total in totals for row in within)
+
+
+def run_model(run: Run, model: str) -> None:
+    """Its rows, each printed and kept as it ends."""
+    done: dict[str, dict[str, Any]] = {}
+    for row, total, is_share in _pairs(model, run.args):
+        total_bytes = None if total is None else round(total * GB)
+        result: dict[str, Any] = {"model": model, "row": row, "label": row}
+        if total is not None and is_share:
+            if "plain" not in done:
+                result |= {"label": f"{row}@{total:g} of plain", "status": "skipped"}
+                result["reason"] = "its total is a share of what plain takes, and that row has no figures"
+                print(model_table.row_line(run.keep(result)), flush=True)
+                continue
+            # a CPU tells no active bytes
+            total_bytes = round(total * done["plain"]["active_bytes"]) or 200_000
+        request = request_for(model, row, total_bytes, run.args, run.folder)
+        result |= {"label": request.label, "request": asdict(request)}
+        result |= run.measure(request, run_row, here=run.args.tiny)
+        if result["status"] == "ok":
+            done[request.label] = result
+            model_table.add_ratios(result, done)
+        print(model_table.row_line(result), flush=True)
+        said = [line for line in result.get("stderr", "").splitlines() if "offload" in line]
+        print(*(f"    it said: {line[:200]}\n" for line in said[:3]), sep="", end="", flush=True)
+        _keep_explained(run, result)
+        run.keep(result)
+
+
+def _keep_explained(run: Run, result: Mapping[str, Any]) -> None:
+    """The first lines of what mode auto says of its plan, into a file beside --out."""
+    if run.args.out and "explained" in result:
+        lines = [model_table.row_line(result), *result["explained"].splitlines()[:_EXPLAINED_LINES], ""]
+        with Path(run.args.out).with_suffix(".explain.txt").open("a") as file:
+            print(*lines, sep="\n", file=file)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -331,26 +457,12 @@ def main(arguments: list[str] | None = None) -> int:
     if not args.tiny and not torch.cuda.is_available():
         print(NEEDS_GPU)
         return 2
+    if args.out:
+        Path(args.out).with_suffix(".explain.txt").unlink(missing_ok=True)
     with Run(__file__, args, arguments) as run:
-        print(*run.header_lines(hardware()), report.HEADER, report.header_line(), sep="\n", flush=True)
-        baseline = None
-        said: list[str] = []
-        for request in requests(args, run.folder):
-            result = {"row": request.row, "label": request.label, "request": asdict(request)}
-            result |= run.measure(request, run_row, here=args.tiny)
-            if request.row == "nothing" and result["status"] == "ok":
-                baseline = result
-            if baseline is not None and result["status"] == "ok":
-                result["over_baseline"] = result["step_ms"] / baseline["step_ms"]
-            if "own_bound_ms" in result:
-                result["bound_ms"] = result["own_bound_ms"]
-                result["over_bound"] = result["step_ms"] / result["bound_ms"]
-            print(report.row_line(result), flush=True)
-            if "plain_ms" in result:
-                print(f"  {request.label}: {report.over_plain(result)}", flush=True)
-            said += [f"\n{request.label}:\n{result['explained']}"] if "explained" in result else []
-            run.keep(result)
-        print(*said, sep="\n")
+        print(*run.header_lines(hardware()), model_table.header_lines(), sep="\n", flush=True)
+        for model in args.models:
+            run_model(run, model)
         return run.end()
 
 

@@ -49,7 +49,7 @@ from mixtures.work import TRANSFORMERS, WORKS, Work, tiny  # noqa: E402
 GB = 1e9
 USUAL_WORKS = (*WORKS, "transformers")
 ALL_WORKS = (*USUAL_WORKS, "configs")
-_TRANSFORMERS_ROWS = ("nothing", "checkpoint", "hidden_states", "auto")
+_TRANSFORMERS_ROWS = ("gc", "hidden_states", "auto")
 _ZIPF_NOTHING = 30
 """Steps of the row nothing where others make 200."""
 Rows = dict[str, dict[str, Any]]
@@ -161,20 +161,21 @@ def request_for(
 def run_transformers(run: Run) -> None:
     """A Qwen3-MoE of these shapes, by bench_model.py's rows; auto within --kept of what nothing takes."""
     args, done = run.args, Rows()
-    names = [
-        name for name in args.rows or _TRANSFORMERS_ROWS if name in bench_model.ROWS and name != "nothing"
-    ]
+    asked = args.rows or _TRANSFORMERS_ROWS
+    names = [name for name in asked if name in bench_model.ROWS and name != "plain"]
     config = TRANSFORMERS | ({} if not args.tiny else _TINY_TRANSFORMERS)
     config |= {} if args.layers is None else {"num_hidden_layers": args.layers}
-    for row in ("nothing", *names):
+    for row in ("plain", *names):
         total = None
-        if row == "auto":
+        if row in ("rule", "auto"):
             if "nothing" not in done:
                 continue
             total = round(args.kept * done["nothing"]["active_bytes"]) or 200_000
+        label = "nothing" if row == "plain" else row
         request = bench_model.ModelRequest(
+            model="config",
             row=row,
-            label=row,
+            label=label,
             config=config,
             sequence=16 if args.tiny else 16384,
             batch=1,
@@ -185,8 +186,9 @@ def run_transformers(run: Run) -> None:
             gradients=not args.no_gradients,
             tiny=args.tiny,
         )
-        result = {"row": row, "label": row, "work": "transformers", "request": asdict(request)}
-        _show(run, result | run.measure(request, run_row, here=args.tiny), done, None)
+        result = {"work": "transformers", "request": asdict(request)}
+        result |= run.measure(request, run_row, here=args.tiny) | {"row": label, "label": label}
+        _show(run, result, done, None)
 
 
 def run_configs(run: Run) -> None:

@@ -49,12 +49,8 @@ def _stack(tiny: bool, clock: Clock) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _llama(tiny: bool, clock: Clock) -> Iterator[Callable[[], None]]:
-    arguments = ["--rows", "hidden_states", *(["--tiny"] if tiny else [])]
-    request = next(
-        one
-        for one in bench_model.requests(bench_model.parse(arguments), Path())
-        if one.row == "hidden_states"
-    )
+    args = bench_model.parse(["--tiny"] if tiny else [])
+    request = bench_model.request_for("llama", "hidden_states", None, args, Path())
     trainer = bench_model.Trainer(request, torch.device("cuda" if clock.cuda else "cpu"))
     offload.configure(offload.OffloadConfig(), device="sim" if tiny else "cuda", print_summary=False)
     handle = offload.apply(trainer.model, mode="hidden_states", min_numel=1 if tiny else None)
