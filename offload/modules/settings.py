@@ -178,8 +178,11 @@ def is_adapter(name: str) -> bool:
 
 
 def is_checkpointing(module: nn.Module) -> bool:
-    """Whether it is a module of transformers that runs its own forward, or its layers, in checkpoints."""
-    return getattr(module, "gradient_checkpointing", False) is True
+    """Whether it is a module of transformers that runs its own forward, or its layers, in checkpoints. Asked
+    of all modules of a model each step, and a torch module is slow to say that it has no such thing."""
+    name, kind = "gradient_checkpointing", type(module)
+    is_plain = kind.__getattr__ is nn.Module.__getattr__ and not hasattr(kind, name)
+    return (vars(module).get(name) if is_plain else getattr(module, name, None)) is True
 
 
 def checkpoints_off(model: nn.Module) -> str:

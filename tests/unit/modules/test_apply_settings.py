@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import offload
 from offload import PipelineOffloadManager
-from offload.modules.settings import EXCLUDED
+from offload.modules.settings import EXCLUDED, is_checkpointing
 from tests.unit.groups.stack import build_manager, installed
 from tests.unit.modules.training import Model, build, train
 
@@ -145,3 +145,40 @@ def test_an_argument_that_its_mode_has_no_use_for_is_refused_before_anything_cha
     with pytest.raises(ValueError, match=rf"^{argument}='{given}' with mode={mode!r}\W.+"):
         offload.apply(model, mode, **{argument: given})
     assert not any(module._forward_hooks for module in model.modules())
+
+
+class Says(nn.Linear):
+    gradient_checkpointing: Any = True
+
+
+class Answers(nn.Linear):
+    @property
+    def gradient_checkpointing(self) -> bool:
+        return True
+
+
+class Around(nn.Module):
+    """Has what it wraps as its own, as torch's and peft's wrappers do."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "wrapped" else getattr(self.wrapped, name)
+
+
+@pytest.mark.parametrize("kind", [Says, Answers])
+def test_a_module_that_checkpoints_says_so_itself_or_its_class_or_what_it_wraps(
+    kind: type[nn.Linear],
+) -> None:
+    """torch's modules are asked without their slow way to say that they have no such thing."""
+    silent, own, module = nn.Linear(1, 1), nn.Linear(1, 1), kind(1, 1)
+    assert not is_checkpointing(silent)
+    own.gradient_checkpointing = True  # type: ignore[assignment]
+    assert is_checkpointing(own)
+    assert is_checkpointing(module)
+    assert is_checkpointing(Around(module))
+    assert not is_checkpointing(Around(silent))
+    own.gradient_checkpointing = False  # type: ignore[assignment]
+    assert not is_checkpointing(own)
