@@ -61,8 +61,8 @@ def _bound(attributes: dict[str, Any]) -> list[tuple[str, int]]:
 
 def _object_of(reference: TensorWeakRef, tensor: torch.Tensor) -> torch.Tensor:
     """The object itself if it lives, and is as it was with the bytes that it had."""
-    original: torch.Tensor | None = reference()
-    return tensor if original is None or _looks(original) != _looks(tensor) else original
+    found: torch.Tensor | None = reference()
+    return found if found is not None and (found is tensor or _looks(found) == _looks(tensor)) else tensor
 
 
 def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:

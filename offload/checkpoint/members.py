@@ -27,8 +27,6 @@ from offload.saved.filters import is_dtensor
 
 __all__ = ["MembersBefore", "has_lazy", "inner_modules", "is_sharded", "is_trained", "no_hooks_added"]
 
-_values: Any = dict.values
-
 _ANY = object()
 """A mark in the place of a value that is left as it is found."""
 
@@ -59,20 +57,21 @@ def is_trained(modules: Sequence[nn.Module]) -> bool:
 def no_hooks_added(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Take off the gradient hooks that a recompute puts on these tensors: its forward has put them on, and
     torch would run both, also where a tensor is another one of the same node of autograd."""
-    before = [set(hooks) for hooks in map(_hooks_of, tensors)]
+    before = _hooks_of(tensors).keys()
     try:
         yield
     finally:
-        for hooks, known in zip(map(_hooks_of, tensors), before, strict=True):
-            for at in hooks.keys() - known:
-                del hooks[at][at[1]]
+        hooks = _hooks_of(tensors)
+        for at in hooks.keys() - before:
+            hooks[at].pop(at[1], None)  # once, also of a tensor that is given twice
 
 
-def _hooks_of(tensor: torch.Tensor) -> dict[tuple[int, int], dict[int, Any]]:
-    """By kind and number, each with the dictionary that it is in."""
+def _hooks_of(tensors: Sequence[torch.Tensor]) -> dict[tuple[int, int], dict[int, Any]]:
+    """By place and number, each with the dictionary that it is in."""
     with torch._C.DisableTorchFunctionSubclass():
-        kinds: Any = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    return {(kind, key): hooks for kind, hooks in enumerate(kinds) if hooks for key in hooks}
+        kinds: Any = [one._backward_hooks for one in tensors]
+        kinds += [one._post_accumulate_grad_hooks for one in tensors]
+    return {(place, key): hooks for place, hooks in enumerate(kinds) if hooks for key in hooks}
 
 
 def is_sharded(modules: Sequence[nn.Module]) -> bool:
@@ -98,7 +97,7 @@ class MembersBefore:
             if type(owner._modules) is dict  # not of TorchScript, whose modules cannot be changed
             for place in (owner._modules, owner._parameters, owner._buffers, vars(owner))
         ]
-        self._before = list(map(dict.copy, self._places))
+        self._before = _Bound(self._places)
         self._buffers = BuffersBefore(modules)
         self._parameters: list[torch.Tensor] = []
         self._requires: list[bool] = []
@@ -115,7 +114,7 @@ class MembersBefore:
         ]
         self._requires = [parameter.requires_grad for parameter in self._parameters]
         self._versions = [parameter._version for parameter in self._parameters]
-        if not _are_same(self._places, self._before):
+        if not self._before.is_still_in(self._places):
             self._learn_bound()
 
     def _learn_bound(self) -> None:
@@ -129,8 +128,9 @@ class MembersBefore:
             for place, before in zip(places, self._before[at : at + 4], strict=True):
                 for name, value in before.items():
                     is_new = is_grown or place.get(name, _ANY) is not value
-                    if is_new and any(map(_has_graph, tree_leaves(value))):
+                    if is_new and any(getattr(x, "grad_fn", None) is not None for x in tree_leaves(value)):
                         before[name] = _ANY
+        self._before = _Bound(self._before)
 
     def written(self) -> torch.Tensor | None:
         """A parameter that was written in place after the forward. None without one, under FSDP2, and of a
@@ -151,8 +151,8 @@ class MembersBefore:
     def in_place(self) -> Iterator[None]:
         """The recompute runs inside; at the end, by an exception too, all is as it was found."""
         found, places = self._before, self._places
-        if not _are_same(places, found):
-            found = list(map(dict.copy, places))
+        if not found.is_still_in(places):
+            found = _Bound(places)
         required = [parameter.requires_grad for parameter in self._parameters]
         try:
             self._require(self._requires, required)
@@ -162,7 +162,7 @@ class MembersBefore:
                 yield
         finally:
             self._require(required, self._requires)
-            if not _are_same(places, found):
+            if not found.is_still_in(places):
                 _put(places, found)
 
     def _require(self, wanted: Sequence[bool], found: Sequence[bool]) -> None:
@@ -171,22 +171,23 @@ class MembersBefore:
                 parameter.requires_grad_(required)
 
 
-def _has_graph(value: object) -> bool:
-    return getattr(value, "grad_fn", None) is not None
+class _Bound(list[dict[str, Any]]):
+    """Copies of these dictionaries as they are now."""
 
+    def __init__(self, places: Sequence[dict[str, Any]]) -> None:
+        super().__init__(map(dict.copy, places))
+        self._bound = list(chain.from_iterable(map(dict.values, places)))
 
-def _are_same(places: Sequence[dict[str, Any]], values: Sequence[dict[str, Any]]) -> bool:
-    """Whether as many objects are bound, and the very same ones in the same order. Most calls do no more, so
-    no step of it is Python's."""
-    bound, before = chain.from_iterable(map(_values, places)), chain.from_iterable(map(_values, values))
-    return list(map(len, places)) == list(map(len, values)) and all(map(is_, bound, before))
+    def is_still_in(self, places: Sequence[dict[str, Any]]) -> bool:
+        """Whether as many objects are bound, and the very same ones in the same order. Most calls do no more,
+        three times each, so no step of it is Python's."""
+        bound = chain.from_iterable(map(dict.values, places))
+        return list(map(len, places)) == list(map(len, self)) and all(map(is_, bound, self._bound))
 
 
 def _put(places: Sequence[dict[str, Any]], values: Sequence[dict[str, Any]]) -> None:
     """Change what is bound to `values`, and nothing else: other threads may look."""
     for place, wanted in zip(places, values, strict=True):
-        if _are_same((place,), (wanted,)):
-            continue
         for name in place.keys() - wanted.keys():
             del place[name]
         for name, value in wanted.items():

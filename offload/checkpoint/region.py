@@ -132,10 +132,7 @@ class Region:
         self._unlike = unlike
         self._context_fn = context_fn
         self._context: Contexts | None = None
-        self._given = Given(())
-        self._inputs: torch.Tensor | None = None
         self._saves: list[weakref.ref[_Save]] = []
-        self._surroundings: Surroundings | None = None
         self._stops = True
         self._noise: tuple[int, torch.Size] | None = None  # a save that may be one
         self._has_ended = False
@@ -154,7 +151,7 @@ class Region:
         if self._users is not None:  # it would be shown the inputs, which the recompute needs as they are
             _push_hooks(*pair_without_users())
         try:
-            self._inputs = _Inputs.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
+            self._inputs: torch.Tensor = _Inputs.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
         finally:
             if self._users is not None:
                 _pop_hooks()
@@ -177,11 +174,10 @@ class Region:
                 self._context[0].__exit__(*(exception or (None, None, None)))
         finally:
             _pop_hooks()
-        if self._surroundings is not None:
-            self._surroundings.learn()
-            if self._sample is not None:
-                self._sample.ends()
-                self._surroundings.generators += self._sample.generators
+        self._surroundings.learn()
+        if self._sample is not None:
+            self._sample.ends()
+            self._surroundings.generators += self._sample.generators
 
     # -- the pair --------------------------------------------------------------------------------------------
     def _pack(self, tensor: torch.Tensor) -> _Save:
@@ -255,8 +251,6 @@ class Region:
                 raise _StopRecomputationError
             return tensor
 
-        assert self._surroundings is not None
-        assert self._inputs is not None
         node: Any = self._inputs.grad_fn
         context = None if self._context is None else self._context[1]
         try:

@@ -104,11 +104,13 @@ def halve_gradient(weight: Tensor) -> None:
 
 class Scaling(nn.Module):
     """Scales the gradients of its input, and of a weight since its first call, by hooks, which its recompute
-    registers again: it finds `handle` as the first call did."""
+    registers again: it finds `handle` as the first call did. That weight is two modules' own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.tied = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.tied.weight = self.a.weight
         self.handle: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
