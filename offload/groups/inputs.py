@@ -6,7 +6,7 @@ group is open around the call: a mask that all layers share is read by all of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from offload.groups.again import CallReads
 from offload.groups.chunk import ChunkGroups
 from offload.groups.group import Cost, Group
+from offload.groups.scope import GroupScope
 from offload.saved.chunk import SavedChunk
 from offload.saved.filters import Verdict, is_parameter, is_plain, is_wrapper
 from offload.saved.hooks import InstalledScope, inside_checkpoint
@@ -23,10 +24,6 @@ __all__ = ["InputGroup"]
 
 
 class _Manager(Protocol):
-    def open_scope(self, stays: Callable[[torch.Tensor], bool] | None = None) -> InstalledScope | None: ...
-
-    def close_scope(self, installed: InstalledScope | None) -> None: ...
-
     def commit(self, handler: ChunkGroups, group: Group) -> None: ...
 
     def input_read_next(self, handler: ChunkGroups) -> None: ...
@@ -65,10 +62,12 @@ class InputGroup:
         handler.engine.transfers.check_capture(f"group {self._name!r}")
         chosen = next((tensor for tensor in arguments if _can_leave(handler, tensor)), None)
         self._chunk = handler.saved
-        self._group = handler.on_group_start_forward(self._name, required=self._required, cost=self._cost)
-        self._stays = _AllButOne(arguments, chosen)
+        group = handler.on_group_start_forward(self._name, required=self._required, cost=self._cost)
+        group.hooked = True
+        self._group = group
         # none is chosen: each is judged, so that a report knows why it stays
-        self._installed = self._manager.open_scope(None if chosen is None else self._stays)
+        self._stays = None if chosen is None else _AllButOne(arguments, chosen)
+        self._installed = handler.engine.hooks.push(GroupScope(handler, group), self._stays)
 
     def send(self) -> None:
         """The arguments have been packed: what was taken leaves. Blocks the host: never."""
@@ -93,7 +92,8 @@ class InputGroup:
         """The call is over. output: what it returned, whose backward tells that the input will be read soon;
         None after an exception."""
         installed, self._installed = self._installed, None
-        self._manager.close_scope(installed)
+        if installed is not None and self._handler is not None:
+            self._handler.engine.hooks.pop(installed)
         group, self._group, self._chunk, self._stays = self._group, None, None, None
         if group is None:
             return
