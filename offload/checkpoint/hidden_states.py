@@ -42,6 +42,9 @@ __all__ = ["HIDDEN_STATES", "BeforeAgain", "InputGroup", "Manager", "RecomputedC
 HIDDEN_STATES = "hidden_states"
 """The group of the inputs."""
 
+_FLAT = frozenset([torch.Tensor, type(None), bool, int, float, str])
+"""Types of arguments that have no parts."""
+
 BeforeAgain = Callable[[], Callable[[float], None] | None]
 
 
@@ -62,9 +65,7 @@ class Manager(Protocol):
 
     engine: OffloadEngine
 
-    def input_group(
-        self, name: str, *, alone: bool = True, leaves: bool = True, cost: Any = None
-    ) -> InputGroup: ...
+    def input_group(self, name: str, *, alone: bool, leaves: bool, cost: Any) -> InputGroup: ...
 
 
 class _Due(threading.local):
@@ -138,11 +139,6 @@ class RecomputedCall:
         self._sample: Sample | None = None
         self._split: torch.autograd.graph.saved_tensors_hooks | None = None
         self._interrupted = False
-        # how to put the arguments together again: of each leaf, its position among the tensors, None for one
-        # that is no tensor; spec: None where the leaves are the arguments by position
-        self._leaves: list[Any] = []
-        self._places: list[int | None] = []
-        self._spec: TreeSpec | None = None
 
     @property
     def compared_s(self) -> float:
@@ -160,7 +156,7 @@ class RecomputedCall:
         modules = inner_modules(self._module)
         if not any(tensor.requires_grad for tensor in tensors) and not is_trained(modules):
             return
-        if any(leaf is not None for leaf in self._leaves):
+        if any(map(is_cache, self._leaves)):
             refuse_cache(self._module, self._leaves)
         refuse_nested(self._module, tensors)
         group = self._manager.input_group(
@@ -224,8 +220,13 @@ class RecomputedCall:
     def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors of a call, each once however often it is given. Nothing here holds them: autograd
         does."""
-        leaves = list(args)
-        if kwargs or not all(type(value) is torch.Tensor for value in args):
+        # how to put the arguments together again: of each leaf, its position among the tensors, None for one
+        # that is no tensor; spec: None where the leaves are the arguments, the last ones by these keywords
+        self._places: list[int | None] = []
+        self._keywords = tuple(kwargs)
+        self._spec: TreeSpec | None = None
+        leaves = [*args, *kwargs.values()]
+        if not _FLAT.issuperset(map(type, leaves)):
             leaves, self._spec = tree_flatten((args, kwargs), is_leaf=is_cache)
         tensors: list[torch.Tensor] = []
         known: dict[int, int] = {}
@@ -249,12 +250,14 @@ class RecomputedCall:
                 "(KeyboardInterrupt), and what autograd saved from then on to the next call of a module "
                 "with hooks cannot be read: run the forward after the interrupt again"
             )
-        places = zip(self._leaves, self._places, strict=True)
-        leaves = [leaf if place is None else tensors[place] for leaf, place in places]
         compared_s = self.compared_s
         after = None if self._before_again is None else self._before_again()
-        leaves = _cast_as_fsdp(self._module, leaves)
-        args, kwargs = (leaves, {}) if self._spec is None else tree_unflatten(leaves, self._spec)
+        places = zip(self._leaves, self._places, strict=True)
+        leaves = _cast_as_fsdp(self._module, [leaf if at is None else tensors[at] for leaf, at in places])
+        first = len(leaves) - len(self._keywords)  # by keyword
+        args, kwargs = leaves[:first], dict(zip(self._keywords, leaves[first:], strict=False))
+        if self._spec is not None:
+            args, kwargs = tree_unflatten(leaves, self._spec)
         assert self._members is not None
         if (written := self._members.written()) is not None:
             what = f"parameter {looks_of(written)} was written in place after the forward"

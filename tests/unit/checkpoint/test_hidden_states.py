@@ -85,6 +85,34 @@ def test_tensors_in_keywords_and_containers_are_saved_like_those_given_by_positi
     assert (stats.saved, stats.spill_bytes) == (BLOCKS, BLOCKS * INPUT_BYTES)
 
 
+class Noting(Block):
+    """Takes whatever it is called with, and notes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[Any] = []
+
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
+        self.noted.append((others, list(named.items())))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("more", [{}, {"empty": (), "also": {}}, {"pair": (1, None)}], ids=str)
+def test_a_recompute_gets_what_has_no_tensor_by_the_same_place_and_keyword(
+    manager: Manager, more: dict[str, Any]
+) -> None:
+    """Arguments without parts are not taken apart; keywords keep their order, of which a forward may tell."""
+    block = Noting()
+    with recomputed([block], manager):
+        init_chunk_handler(1, 0, 1)
+        block(source(), None, 2.0, zeta="z", mask=None, **more, alpha=True).sum().backward()
+    forward, recompute = block.noted
+    assert (
+        forward == recompute == ((None, 2.0), [*{"zeta": "z", "mask": None, **more, "alpha": True}.items()])
+    )
+    step_end()
+
+
 class Second(nn.Module):
     """The first argument is a parameter, the second is too small, the third may leave."""
 
