@@ -96,7 +96,7 @@ setup(
         ],
         "doctor": ["nvidia-ml-py"],  # PCIe generation and width where /sys does not have them
         "plot": ["matplotlib"],
-        "plan": ["scipy"],  # bounds; training and plans need none of it
+        "plan": ["scipy"],  # the bounds of scripts/bench; the package imports none of it
         "bench": ["scipy"],  # the extra's former name
         "docs": ["mkdocs<2", "mkdocstrings[python]", "ruff"],  # ruff writes signatures, an argument a line
     },

@@ -1,7 +1,7 @@
 """What mode "auto" chose, and why: `print(handle.explain())`.
 
-One invariant: every figure is of the plan that is followed now, or of its bound; nothing is measured here.
-The bound is the only figure that needs scipy (extra `plan`); without it the text says what is missing.
+One invariant: every figure is of the plan that is followed now, or of one for a larger budget, searched for
+from it on; nothing is measured here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from tabulate import tabulate
 
 from offload.policy.actions import ChunkKey
 from offload.policy.menu import Level
-from offload.policy.mixed_program import MixedBound
-from offload.policy.mixture import MixedPlan
+from offload.policy.mixture import MixedPlan, scaled
 from offload.sizes import bytes_text
 from offload.telemetry.drawing import byte_unit
 
@@ -25,6 +24,8 @@ __all__ = ["BlockShare", "Explanation"]
 
 _MORE = 0.1
 """Of the total: how much larger the budget is of which the gain is told."""
+_MORE_TRIALS = 100
+"""Of it: from the plan on these find as much as all of a search from the start."""
 
 
 class BlockShare(NamedTuple):
@@ -129,25 +130,20 @@ class Explanation:
         return kept[::-1]
 
     @cached_property
-    def bound(self) -> MixedBound | None:
-        """Least step of any plan within the same memory; None before there is a plan, and without scipy. The
-        first use blocks the host for about 0.1 s."""
-        try:
-            return None if self.plan is None else self.plan.bound()
-        except ImportError:
+    def larger_budget(self) -> tuple[int, float] | None:
+        """A tenth of the total, in bytes, and how many ms of the step another plan saves with so much more.
+        None before there is a plan, and without a total. The first use blocks the host for about 0.1 s."""
+        plan = self.plan
+        if plan is None or self.total_bytes is None:
             return None
-
-    @property
-    def ms_per_gb(self) -> float | None:
-        """Milliseconds of the step that one more GB (1e9 bytes) of budget would save, by the bound; 0 before
-        there is a plan, None without scipy."""
-        if self.plan is None:
-            return 0.0
-        return None if self.bound is None else self.bound.seconds_per_byte * 1e12
+        more = round(self.total_bytes * _MORE)
+        problem = replace(plan.problem, limit_bytes=plan.problem.limit_bytes + more)
+        then = scaled(replace(plan, problem=problem), {}, _MORE_TRIALS)
+        return more, max(0.0, plan.predicted_step_s - then.predicted_step_s) * 1e3
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        plan, bound = self.plan, self.bound
+        plan, larger = self.plan, self.larger_budget
         found: dict[str, Any] = {
             "state": self.state,
             "device_total_bytes": self.total_bytes,
@@ -159,15 +155,15 @@ class Explanation:
             found |= {
                 "plain_ms": plan.plain_s * 1e3,
                 "predicted_ms": plan.predicted_step_s * 1e3,
-                "bound_ms": None if bound is None else bound.step_s * 1e3,
                 "stall_ms": plan.predicted.stall_s * 1e3,
                 "peak_bytes": plan.predicted_peak_bytes,
-                "ms_per_gb": self.ms_per_gb,
             }
+        if larger is not None:
+            found |= {"larger_budget_bytes": larger[0], "larger_budget_saves_ms": larger[1]}
         return found
 
     def __str__(self) -> str:
-        plan, bound = self.plan, self.bound
+        plan = self.plan
         if plan is None:
             return f"auto: {self.state}"
         plain_ms = plan.plain_s * 1e3
@@ -178,13 +174,7 @@ class Explanation:
             f"A step of plain blocks computes {plain_ms:.1f} ms. Planned: "
             f"{plan.predicted_step_s * 1e3:.1f} ms, {plan.predicted_step_s * 1e3 / plain_ms:.3f} of it, of "
             f"which {again_ms:.1f} ms recompute and {plan.predicted.stall_s * 1e3:.1f} ms stall for copies"
-            + (f", and {late_ms:.1f} ms wait for the host. " if late_ms >= 0.05 else ". ")
-            + (
-                "How much less another plan could take is not computed: that needs scipy (pip install scipy)."
-                if bound is None
-                else f"No plan can take less than {bound.step_s * 1e3:.1f} ms "
-                f"({bound.step_s * 1e3 / plain_ms:.3f})."
-            ),
+            + (f", and {late_ms:.1f} ms wait for the host." if late_ms >= 0.05 else "."),
         ]
         if self.total_bytes is not None and self.rest_bytes is not None and self.limit_bytes is not None:
             spare_bytes = self.total_bytes - self.rest_bytes - self.limit_bytes
@@ -238,10 +228,6 @@ class Explanation:
         if self.plan is None:
             return []
         lines = []
-        if self.bound is not None:
-            size, unit = byte_unit(self.plan.problem.limit_bytes)
-            more_ms = self.bound.seconds_per_byte * size * 1e3
-            lines = [f"At this budget 1 {unit} more would save {more_ms:.2f} ms of the step, by the bound."]
         found = self._given_up_next()
         if found is not None:
             chunk, place, now, then = found
@@ -251,9 +237,8 @@ class Explanation:
                 f"from '{now.name}' to '{then.name}', which saves {fewer} less and recomputes for "
                 f"{round(self._more_ms(chunk, place), 2) + 0.0:.2f} ms."
             )
-        more = self._larger_budget()
-        if more is not None:
-            nbytes, saved_ms = more
+        if self.larger_budget is not None:
+            nbytes, saved_ms = self.larger_budget
             lines.append(f"A budget larger by {bytes_text(nbytes)} would save {saved_ms:.1f} ms a step.")
         return lines
 
@@ -278,23 +263,3 @@ class Explanation:
         levels[place] += 1
         then = replace(self.plan, levels={**self.plan.levels, chunk: tuple(levels)})
         return (sum(then.recompute_s(chunk)) - sum(self.plan.recompute_s(chunk))) * 1e3
-
-    def _larger_budget(self) -> tuple[int, float] | None:
-        if self.total_bytes is None or self.bound is None:
-            return None
-        more = round(self.total_bytes * _MORE)
-        bound_ms = self.bound_ms(self.total_bytes + more)
-        return None if bound_ms is None else (more, max(0.0, self.bound.step_s * 1e3 - bound_ms))
-
-    def bound_ms(self, total_bytes: int) -> float | None:
-        """The least step of any plan within another total, in ms. None before there is a plan, and for a
-        total that is less than weights, gradients and working set. Blocks the host: for about 0.1 s, to
-        solve for it. Raises ValueError where no total was asked for, ImportError without scipy."""
-        if self.total_bytes is None:
-            raise ValueError("no total was asked for, so none can be compared with it; give device_total")
-        if self.plan is None or self.limit_bytes is None:
-            return None
-        limit_bytes = self.limit_bytes + total_bytes - self.total_bytes
-        if limit_bytes < 0:
-            return None
-        return self.plan.bound(limit_bytes).step_s * 1e3

@@ -13,7 +13,6 @@ from typing import Any
 
 from offload.planner.explained import BlockShare, Explanation
 from offload.policy.actions import ChunkKey
-from offload.policy.mixed_program import MixedBound
 from offload.policy.mixture import MixedPlan
 from offload.telemetry.drawing import byte_unit, require_matplotlib, time_unit
 
@@ -36,7 +35,7 @@ def draw_explanation(explained: Explanation, path: str | Path, *, title: str | N
 def figure_of(explained: Explanation, *, title: str | None = None) -> Any:
     """The matplotlib figure. title: None for the state of the plan.
 
-    Above: the device's memory, and the step's time beside that of plain blocks and the bound. Below: a row a
+    Above: the device's memory, and the step's time beside that of plain blocks. Below: a row a
     block; a cell is its call in one microbatch, and the bars beside them are all calls together.
     Raises ImportError without matplotlib, ValueError before there is a plan. Blocks the host: as `str` of the
     explanation does, about 0.1 s.
@@ -54,7 +53,7 @@ def figure_of(explained: Explanation, *, title: str | None = None) -> Any:
     above, below = figure.subfigures(2, 1, height_ratios=(1.75, height - 1.75))
     memory, times = above.subplots(1, 2)
     _memory(memory, explained, explained.plan)
-    _times(times, explained.plan, explained.bound)
+    _times(times, explained.plan)
     cells, sums = below.subplots(1, 2, sharey=True, width_ratios=(max(1, min(4, len(microbatches) / 2)), 1))
     rows = {share.name: row for row, share in enumerate(shares)}
     _cells(cells, calls, rows, microbatches)
@@ -105,8 +104,8 @@ def _memory(axes: Any, explained: Explanation, plan: MixedPlan) -> None:
     )
 
 
-def _times(axes: Any, plan: MixedPlan, bound: MixedBound | None) -> None:
-    """The plan's step beside that of plain blocks and, with scipy, the least that any plan could take."""
+def _times(axes: Any, plan: MixedPlan) -> None:
+    """The plan's step beside that of plain blocks."""
     plain_ms, planned_ms = plan.plain_s * 1e3, plan.predicted_step_s * 1e3
     scale, unit = time_unit(planned_ms)
     again_ms, waits_ms = plan.predicted.recompute_s * 1e3, plan.predicted.stall_s * 1e3
@@ -123,8 +122,6 @@ def _times(axes: Any, plan: MixedPlan, bound: MixedBound | None) -> None:
             axes.barh(1, ms * scale, 0.62, left=left, color=color, label=label)
             left += ms * scale
     rows = [("plain", plain_ms), ("planned", planned_ms)]
-    if bound is not None:
-        rows.append(("bound", bound.step_s * 1e3))
     for row, (_, ms) in enumerate(rows):
         if row != 1:
             axes.barh(row, ms * scale, 0.62, color="none", edgecolor="#333333", lw=1)

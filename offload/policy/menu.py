@@ -11,11 +11,23 @@ before: a menu is convex, so a linear program may mix neighbouring levels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-__all__ = ["Block", "Host", "Level", "Menu", "convex"]
+from offload.policy.actions import Action, ChunkKey, Life, lives_of
+
+__all__ = [
+    "Block",
+    "ChunkBlocks",
+    "Host",
+    "Level",
+    "Menu",
+    "action_seconds",
+    "block_seconds",
+    "convex",
+    "host_seconds",
+]
 
 
 class Level(NamedTuple):
@@ -94,6 +106,10 @@ class Block:
         )
 
 
+ChunkBlocks = Mapping[ChunkKey, Sequence[Block]]
+"""Each chunk's blocks in forward order."""
+
+
 class Host(NamedTuple):
     """What the host thread takes of a step beside its blocks.
 
@@ -103,6 +119,40 @@ class Host(NamedTuple):
 
     seconds_per_moved_byte: float = 0.0
     rest_s: float = 0.0
+
+
+def block_seconds(block: Block, action: Action, life: Life) -> float:
+    """What the plain block computes in this action."""
+    if action.kind == "F":
+        return block.forward_s
+    if life.half_read is None:
+        return block.backward_s
+    part = block.weight_part if action.kind == "W" else 1 - block.weight_part
+    return block.backward_s * part
+
+
+def action_seconds(
+    actions: Sequence[Action], blocks: ChunkBlocks, rest_s: Mapping[Action, float]
+) -> list[float]:
+    """What each action computes with every block plain. rest_s: seconds of an action outside the blocks."""
+    lives = lives_of(actions)
+    for action in actions:
+        if action.chunk not in blocks:
+            raise ValueError(
+                f"{action} has no blocks; blocks has {len(blocks)} chunks, add {action.chunk}, with an empty "
+                "list if it has none"
+            )
+    return [
+        sum(block_seconds(block, action, lives[action.chunk]) for block in blocks[action.chunk])
+        + rest_s.get(action, 0.0)
+        for action in actions
+    ]
+
+
+def host_seconds(actions: Sequence[Action], blocks: ChunkBlocks, host: Host) -> float:
+    """What the host takes for a step of plain blocks that moves nothing."""
+    chunks = (action.chunk for action in actions if action.kind == "F")
+    return host.rest_s + sum(block.host_s for chunk in chunks for block in blocks[chunk])
 
 
 def convex(levels: Sequence[Level]) -> Menu:

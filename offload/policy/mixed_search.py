@@ -27,9 +27,7 @@ from offload.policy.levels import (
     path_of,
     units_a_chunk,
 )
-from offload.policy.menu import Block, Host
-from offload.policy.mixed_bound import action_seconds, host_seconds
-from offload.policy.mixed_program import ChunkBlocks
+from offload.policy.menu import Block, ChunkBlocks, Host, action_seconds, host_seconds
 from offload.policy.simulate import Simulation, simulate
 
 __all__ = ["MixedSearch", "MixtureProblem", "State", "Trial"]

@@ -3,9 +3,8 @@ and how far ahead to fetch.
 
 An engine takes a whole level for each block, groups in their order and a window. Steps with every block at
 one level are simulated, and the best of them are changed a little at a time while the simulated step gets
-shorter. No linear program is solved for a plan; `MixedPlan.bound` solves one, to say how near the plan comes.
-One invariant: a plan is a pure function of its numbers, and it fits the limit wherever any of the tried ones
-does.
+shorter. One invariant: a plan is a pure function of its numbers, and it fits the limit wherever any of the
+tried ones does.
 
 The limit is for saved bytes and for what a recompute makes again beside them, which takes room of it.
 """
@@ -20,9 +19,7 @@ from functools import partial
 from offload.policy.actions import Action, ChunkKey, GroupSize, Rates
 from offload.policy.keeps import left_peak_bytes
 from offload.policy.levels import Levels, groups_at, num_leaving
-from offload.policy.menu import Host
-from offload.policy.mixed_bound import action_seconds, least_mixed_step
-from offload.policy.mixed_program import ChunkBlocks, MixedBound
+from offload.policy.menu import ChunkBlocks, Host, action_seconds
 from offload.policy.mixed_search import MixedSearch, MixtureProblem, State
 from offload.policy.simulate import Simulation
 
@@ -31,7 +28,6 @@ __all__ = ["MixedPlan", "cheapest_mixture", "choose_mixture", "scaled"]
 _BISECTIONS = 8
 _BISECTION_TRIALS = 30
 """Of a plan that only says whether a limit is too small."""
-_SCALED_TRIALS = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,20 +62,6 @@ class MixedPlan:
     def plain_s(self) -> float:
         """Compute of the step with nothing recomputed or moved."""
         return sum(action_seconds(self.problem.actions, self.problem.blocks, self.problem.rest_s))
-
-    def bound(self, limit_bytes: int | None = None) -> MixedBound:
-        """Least step of any engine under another limit, or under the plan's. Blocks the host: for about 0.1
-        s. Raises ImportError without scipy (extra `plan`)."""
-        problem = self.problem
-        return least_mixed_step(
-            problem.actions,
-            problem.blocks,
-            problem.rates,
-            problem.limit_bytes if limit_bytes is None else limit_bytes,
-            rest_s=problem.rest_s,
-            host=problem.host,
-            host_limit_bytes=problem.host_limit_bytes,
-        )
 
     @property
     def predicted_step_s(self) -> float:
@@ -145,8 +127,9 @@ def choose_mixture(
 ) -> MixedPlan:
     """The plan with the shortest simulated step that fits; of equal ones, that which moves fewest bytes.
 
-    The first arguments are those of `least_mixed_step`. limit_bytes: the device's memory less weights,
-        gradients and the working set of plain blocks.
+    limit_bytes: the device's memory less weights, gradients and the working set of plain blocks. rest_s:
+        device seconds of each action outside the blocks. host: None for a host that is never late.
+        host_limit_bytes: what may be away at once.
     max_trials: steps to simulate at most; None for as many as about 0.5 s of host time allow, `patience`
         times.
     known: plans of the same step for other limits. What fits less fits more, so with them a larger limit
@@ -216,7 +199,7 @@ def cheapest_mixture(
     return choose(enough, max_trials=max_trials, patience=patience, known=[found])
 
 
-def scaled(plan: MixedPlan, factors: Mapping[ChunkKey, float]) -> MixedPlan:
+def scaled(plan: MixedPlan, factors: Mapping[ChunkKey, float], max_trials: int = 30) -> MixedPlan:
     """The plan for a step whose chunks have `factors` times as many tokens (1 where none is named), chosen
     with few trials: in the time between two steps."""
     problem = plan.problem
@@ -224,7 +207,7 @@ def scaled(plan: MixedPlan, factors: Mapping[ChunkKey, float]) -> MixedPlan:
         chunk: [block.scaled(factors[chunk]) for block in own] if chunk in factors else own
         for chunk, own in problem.blocks.items()
     }
-    search = MixedSearch(replace(problem, blocks=blocks), _SCALED_TRIALS)
+    search = MixedSearch(replace(problem, blocks=blocks), max_trials)
     kept = {chunk: nbytes * factors.get(chunk, 1.0) for chunk, nbytes in plan.kept_bytes.items()}
     search.try_state(_state_of(replace(plan, kept_bytes=kept), search.chunks, problem.limit_bytes))
     search.try_ends()

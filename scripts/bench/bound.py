@@ -32,8 +32,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from bench.linear import Ranges, Rows, minimise
 from offload.policy.actions import Action, ChunkSizes, Rates, lives_of, require_times
-from offload.policy.linear import Ranges, Rows, minimise
 
 __all__ = ["Bound", "Work", "least_step", "single_pass_limit_s", "work_of"]
 

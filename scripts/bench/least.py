@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache
 
+from bench.mixed_bound import least_mixed_step
 from bench.points import BOUND, GB, Panel
 from bench.workload import live_peak_chunks, workload
 from offload.policy.actions import one_f_one_b
-from offload.policy.mixed_bound import least_mixed_step
 from parallel.dry_run.job import Job, stages_of_job
 from parallel.dry_run.models import ModelShape
 from parallel.dry_run.rank_step import RankStep

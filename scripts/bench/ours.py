@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from bench.mixed_bound import explained_bound_ms
 from bench.rows import GB, Pinned, Row, RowContext, RowOptions, checkpointed, kept_operators, stack_call
 from bench.run import SkippedError
 from bench.workload import ATTENTION_GROUPS, BLOCK_INPUT, GROUPS, Marks, live_peak_chunks
@@ -320,15 +321,15 @@ class OursAuto(Ours):
 
     @property
     def bound_ms(self) -> float | None:
-        bound = self._handle.explain().bound
-        return None if bound is None else bound.step_s * 1e3
+        return explained_bound_ms(self._handle.explain())
 
     def close(self) -> None:
         explained = self._handle.explain()
         self.notes["explained"] = str(explained)
         total = self.context.options.total_limit_bytes
-        if total is not None and explained.bound is not None:
-            bounds = [(round(total * part), explained.bound_ms(round(total * part))) for part in _BOUND_PARTS]
+        if total is not None:
+            totals = [round(total * part) for part in _BOUND_PARTS]
+            bounds = [(nbytes, explained_bound_ms(explained, nbytes)) for nbytes in totals]
             self.notes["bounds"] = [pair for pair in bounds if pair[1] is not None]
         self._handle.remove()
         super().close()

@@ -251,7 +251,6 @@ def gpu_timeline() -> Timeline:
 
 def explained_of(num_blocks: int, microbatches: int, limit_gb: int) -> Explanation:
     pytest.importorskip("matplotlib")
-    pytest.importorskip("scipy")
     stage = Stage.of(one_f_one_b(0, 4, microbatches), W2_BLOCK, num_blocks)
     limit = limit_gb * GB
     return Explanation(
@@ -289,11 +288,11 @@ def test_a_plans_picture_has_each_blocks_bytes_by_microbatch_and_what_they_cost(
     assert memory.patches[0].get_width() == 11
     assert memory.patches[1].get_width() == pytest.approx(explained.plan.predicted_peak_bytes / GB)
     assert sum(bar.get_width() for bar in times.patches) == pytest.approx(
-        sum(explained.as_dict()[name] for name in ("plain_ms", "predicted_ms", "bound_ms")), rel=1e-3
+        sum(explained.as_dict()[name] for name in ("plain_ms", "predicted_ms")), rel=1e-3
     )
     offload.plot(tmp_path / "plan.svg", explained, title="mine")
     text = (tmp_path / "plan.svg").read_text()
-    for said in ("mine", "layers.2", "moved to the host and back", "1 GB more would save", "total: 20.00"):
+    for said in ("mine", "layers.2", "moved to the host and back", "would save", "total: 20.00"):
         assert said in text, said
 
 
@@ -305,7 +304,9 @@ def test_an_explanation_says_what_the_last_step_moved_and_no_time_is_minus_zero(
     planned = sum(share.moved_bytes for share in explained.shares)
     assert planned != 33_550_000
     monkeypatch.setattr(Explanation, "_more_ms", lambda *_: -1e-9)
-    monkeypatch.setattr(Explanation, "bound_ms", lambda *_: explained.as_dict()["bound_ms"] + 1e-9)
+    assert explained.plan is not None
+    slower = replace(explained.plan, predicted=replace(explained.plan.predicted, step_s=99.0))
+    monkeypatch.setattr("offload.planner.explained.scaled", lambda *_: slower)
     text = str(explained)
     assert "a step, counted by the byte. The last step moved 33.55 MB: whole tensors stay" in text
     assert "recomputes for 0.00 ms" in text
@@ -337,7 +338,6 @@ def test_a_plan_that_waits_for_the_host_says_so_and_a_larger_budget_gains_nothin
 @pytest.mark.parametrize("again_room", [0, 1])
 def test_what_both_halves_of_a_backward_compute_again_is_no_wait_for_the_host(again_room: int) -> None:
     """again_room: blocks whose W finds what its I computed again, so that it computes nothing itself."""
-    pytest.importorskip("scipy")
     order = [Action("F", 0, 0), Action("F", 0, 1)]
     order += [Action(kind, 0, m) for m in range(2) for kind in ("I", "W")]  # type: ignore[arg-type]
     stage = Stage.of(order, replace(W2_BLOCK, w_reads=0.4), 3)

@@ -8,8 +8,7 @@ from typing import NamedTuple
 from offload.policy.actions import Action, ChunkKey, Rates, one_f_one_b
 from offload.policy.keeps import tail_keeps
 from offload.policy.levels import groups_at, num_leaving, units_a_chunk
-from offload.policy.menu import Block, Host, Level, Menu, convex
-from offload.policy.mixed_bound import action_seconds, host_seconds
+from offload.policy.menu import Block, Host, Level, Menu, action_seconds, convex, host_seconds
 from offload.policy.mixture import MixedPlan
 from offload.policy.search import choose_keeps
 from offload.policy.simulate import Simulation, simulate

@@ -10,8 +10,7 @@ from offload.policy.actions import ChunkKey, one_f_one_b
 from offload.policy.keeps import tail_keeps
 from offload.policy.lengths import Lengths, nearest
 from offload.policy.levels import groups_at
-from offload.policy.menu import Block
-from offload.policy.mixed_bound import action_seconds
+from offload.policy.menu import Block, action_seconds
 from offload.policy.mixture import MixedPlan, choose_mixture
 from offload.policy.simulate import Simulation, simulate
 from tests.unit.policy.mixtures import GB, H200, W2_BLOCK

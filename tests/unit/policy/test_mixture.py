@@ -11,8 +11,7 @@ import pytest
 from offload.policy.actions import ChunkKey, Rates, one_f_one_b
 from offload.policy.keeps import all_of, kept_peak_bytes, tail_keeps
 from offload.policy.levels import groups_at
-from offload.policy.menu import Block, Level
-from offload.policy.mixed_bound import action_seconds
+from offload.policy.menu import Block, Level, action_seconds
 from offload.policy.mixture import MixedPlan, cheapest_mixture, choose_mixture, scaled
 from offload.policy.simulate import simulate
 from tests.parsed import parse_action
@@ -57,7 +56,9 @@ def chosen(stage: Stage, limit_bytes: int, max_trials: int | None = None) -> Mix
 def bound_s(plan: MixedPlan) -> float:
     """Least step of any engine under the plan's limit."""
     pytest.importorskip("scipy", reason="the bound needs scipy, an extra")
-    return plan.bound().step_s
+    from bench.mixed_bound import plan_bound
+
+    return plan_bound(plan).step_s
 
 
 def test_a_plan_is_what_its_simulation_says_and_the_same_each_time() -> None:

@@ -212,7 +212,7 @@ def test_the_answer_is_of_the_last_step_and_goes_with_the_advice(
     assert advice[1:] in parsed.text, "but for a capital letter"
 
 
-def test_what_auto_chose_and_what_a_gb_more_gains_are_on_the_page(tmp_path: Path) -> None:
+def test_what_auto_chose_and_what_a_larger_budget_gains_are_on_the_page(tmp_path: Path) -> None:
     from tests.unit.test_plot import explained_of
 
     explained = explained_of(3, 4, limit_gb=9)
@@ -222,7 +222,7 @@ def test_what_auto_chose_and_what_a_gb_more_gains_are_on_the_page(tmp_path: Path
     assert [rows[share.name][:4] for share in explained.shares] == [
         [bytes_text(nbytes) for nbytes in share[1:5]] for share in explained.shares
     ]
-    assert explained.margins()[0].startswith("At this budget 1 GB more would save ")
+    assert explained.margins()[-1].startswith("A budget larger by ")
     for line in explained.margins():
         assert line in parsed.text
 

@@ -185,8 +185,6 @@ def tight(mode: Any, **changes: Any) -> DryRun:
 
 @pytest.mark.parametrize("mode", ["selective", "groups", "auto"])
 def test_a_mode_that_moves_keeps_within_the_device(mode: Any) -> None:
-    if mode == "auto":
-        pytest.importorskip("scipy")
     answer = tight(mode)
     assert answer.fits
     assert answer.positions[0].peak_bytes <= answer.job.limit_bytes

@@ -10,7 +10,7 @@ pytest.importorskip("scipy", reason="the bound needs scipy, an extra")
 
 from scipy import optimize
 
-from offload.policy.linear import Rows, minimise
+from bench.linear import Rows, minimise
 
 
 def test_a_program_at_which_presolve_gives_up_is_solved_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

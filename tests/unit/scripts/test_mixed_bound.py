@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from bench.bound import least_step, work_of
+from bench.mixed_bound import least_mixed_step
+from bench.mixed_program import num_flows
 from offload.policy.actions import Action, ChunkKey, GroupSize, Rates, one_f_one_b
 from offload.policy.keeps import tail_keeps
 from offload.policy.levels import groups_at
-from offload.policy.menu import Block, Host, Level, convex
-from offload.policy.mixed_bound import action_seconds, least_mixed_step
-from offload.policy.mixed_program import num_flows
+from offload.policy.menu import Block, Host, Level, action_seconds, convex
 from offload.policy.simulate import simulate
 
 GB = 10**9
@@ -352,7 +352,7 @@ def test_a_long_steps_program_merges_actions_and_stays_a_bound(monkeypatch: pyte
     whole = least_mixed_step(actions, blocks, rates, 200)
     assert num_flows(actions) == 2 * (5 + 6 + 7) + 6 * 8  # lives of 5 actions at both ends, 8 between
     for most_flows in (60, 30, 10):
-        monkeypatch.setattr("offload.policy.mixed_program._MOST_FLOWS", most_flows)
+        monkeypatch.setattr("bench.mixed_program._MOST_FLOWS", most_flows)
         merged = least_mixed_step(actions, blocks, rates, 200)
         assert merged.compute_s == whole.compute_s
         assert whole.compute_s <= merged.step_s <= whole.step_s * (1 + 1e-6)

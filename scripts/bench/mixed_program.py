@@ -32,14 +32,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
+from bench.linear import Ranges, Rows, Solution, minimise
 from offload.policy.actions import Action, ChunkKey, Life, Rates, lives_of
-from offload.policy.linear import Ranges, Rows, Solution, minimise
-from offload.policy.menu import Block, Host, Level
+from offload.policy.menu import Block, ChunkBlocks, Host, Level, block_seconds
 
-__all__ = ["ChunkBlocks", "MixedBound", "MixedProgram", "block_seconds", "num_flows"]
-
-ChunkBlocks = Mapping[ChunkKey, Sequence[Block]]
-"""Each chunk's blocks in forward order."""
+__all__ = ["MixedBound", "MixedProgram", "num_flows"]
 
 _MOST_FLOWS = 1500
 """Chunks times slices of their lives: the time to solve grows faster than they do, and is about 0.3 s for so
@@ -73,16 +70,6 @@ class MixedBound:
 def num_flows(actions: Sequence[Action]) -> int:
     """How large the program is with a slice for each action: chunks times actions of their lives."""
     return sum(life.last_read - life.forward + 1 for life in lives_of(actions).values())
-
-
-def block_seconds(block: Block, action: Action, life: Life) -> float:
-    """What the plain block computes in this action."""
-    if action.kind == "F":
-        return block.forward_s
-    if life.half_read is None:
-        return block.backward_s
-    part = block.weight_part if action.kind == "W" else 1 - block.weight_part
-    return block.backward_s * part
 
 
 class _Kind(NamedTuple):
