@@ -104,7 +104,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--warmup",
         type=int,
         default=6,
-        help="steps after the first, before the timed ones; plan and trial need 6 (%(default)s)",
+        help="steps after the first, before the timed ones; the plan needs 4 (%(default)s)",
     )
     parser.add_argument(
         "--host-limit-gb",

@@ -29,8 +29,8 @@ from offload.groups.scope import KeptGroup
 from offload.groups.seen import SeenStep
 from offload.groups.step_planner import StepPlanner
 from offload.groups.survey import GroupLedgers
-from offload.groups.timed import KnownPlan
 from offload.ids import ChunkId
+from offload.policy.mixture import MixedPlan
 from offload.saved.chunk import SavedChunk
 from offload.telemetry.figures import Ledger
 from offload.telemetry.records import ClientStats, StepStats
@@ -148,12 +148,12 @@ class GroupsManager(OpenScopes, Client):
         with self.engine.lock:
             self._planner.limits_changed(self.last_step)
 
-    def start_from(self, start: KnownPlan | None) -> None:
-        """Between steps: a plan of what stays that is known to be good for the steps that come, which they
-        follow until their times are known and searches try first; None: of no more. Takes no lock."""
-        self._planner.start_from(start)
+    def start_from(self, plan: MixedPlan | None, most_kept_bytes: int = 0) -> None:
+        """Between steps: the plan that the steps that come are to follow, for which nothing is searched here;
+        None: of no more. most_kept_bytes: that may stay at once until one of them was seen. Takes no lock."""
+        self._planner.start_from(plan, most_kept_bytes)
         for handler in list(self._handlers.values()):
-            handler.first_leave_bytes = None if start is None else start.first_leave_bytes(handler.id)
+            handler.first_leave_bytes = None if plan is None else plan.first_leave_bytes(handler.id)
 
     def new_ledger(self) -> Ledger:
         """Figures of the steps that end from now on, for as long as the caller holds it. The next step is
@@ -408,8 +408,6 @@ class GroupsManager(OpenScopes, Client):
             seen, self._ended = self._ended, None
             assert seen is not None
             self.last_step = seen
-            if not self.do_offload:
-                self._planner.pass_over(seen)
             planned = self.do_offload and self._planner.after_step(seen)
             live_bytes = self._planner.live_peak_bytes if self.do_offload else None
             self.ledgers.write(stats, live_bytes, ran=bool(seen.forward_order), guessed=self.end_was_guessed)

@@ -4,9 +4,10 @@ into numbers for the pure policies.
 One invariant: a plan only says what stays and how far ahead to fetch; a step that is unlike the planned one
 runs all the same.
 
-Under a device limit there are more plans. The first, after the first step, knows sizes and order only and
-keeps an equal part of every chunk. After the third step it is also known how long each action computes and
-what the link carries: timed.py simulates the step and tries the best plans, a step each.
+Under a device limit there are two. The first, after the first step, knows sizes and order only and keeps an
+equal part of every chunk. After the third step it is also known how long each action computes and what the
+link carries, and timed.py plans by simulated steps. Where mode "auto" has a plan, it is followed from the
+first step on, and nothing is searched here.
 """
 
 from __future__ import annotations
@@ -17,17 +18,7 @@ from dataclasses import replace
 from offload.engine import OffloadEngine
 from offload.groups.reports import StepReport
 from offload.groups.seen import SeenStep, sizes_of
-from offload.groups.timed import (
-    NO_PART,
-    KnownPlan,
-    Stays,
-    TimedPlan,
-    Trial,
-    Unit,
-    cut_into_units,
-    plan_by,
-    timed_plans,
-)
+from offload.groups.timed import NO_PART, Stays, TimedPlan, Unit, cut_into_units, plan_by, timed_plan
 from offload.groups.trim import Trimmer
 from offload.groups.varied import VariedSteps
 from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps
@@ -41,7 +32,7 @@ from offload.policy.keeps import (
     margin_keeps,
     summary_bytes,
 )
-from offload.policy.search import Amounts
+from offload.policy.mixture import MixedPlan
 from offload.transfer.limits import DEFAULT, DEFAULT_IN_FLIGHT_BYTES, PLAN
 
 __all__ = ["StepPlanner"]
@@ -61,7 +52,7 @@ class StepPlanner:
         self.windows = engine.limits.contributor(PLAN, self, is_plan=True)
         self._engine = engine
         self._shape: object = None
-        self._trial: Trial | None = None
+        self._is_last = False  # no other plan follows for steps like the last one
         self._steady_steps = 0
         self._actions: tuple[Action, ...] = ()  # of the planned step
         self._looked_cut_short: object = None
@@ -69,14 +60,14 @@ class StepPlanner:
         self._varied = VariedSteps(engine.config.piece_bytes)
         self.trimmer = Trimmer(engine)
         self._report = StepReport()
-        self._start: KnownPlan | None = None
+        self._start: MixedPlan | None = None
+        self._start_kept_bytes = 0  # that may stay at once until a step was seen under it
         self._start_is_new = False  # no step has ended under it
         self.live_peak_bytes = 0  # of the planned step's saved tensors, if none left
 
     def after_step(self, seen: SeenStep) -> bool:
         """Look at a step that has ended. Returns whether warm-up ends with it; a step without a backward
         plans nothing."""
-        self.pass_over(seen)
         self.trimmer.step_ended()
         if not seen.backward_order:
             return False
@@ -89,7 +80,7 @@ class StepPlanner:
         if shape != self._shape:
             self._shape = shape
             self._actions = tuple(seen.actions)
-            self._trial = None
+            self._is_last = False
             self.trimmer.plan_changed()
             self._steady_steps = 0
             self._look(replanned=True)
@@ -104,18 +95,13 @@ class StepPlanner:
             self.limits_changed(seen)
         self._steady_steps += 1
         self._look(replanned=False)
-        trial = self._trial
-        if trial is None:
+        if not self._is_last:
             if self._follow_varied(seen):
                 return False
-            if self._steady_steps >= 2 and self._try_timed(seen):
+            if self._steady_steps >= 2 and self._follow_timed(seen):
                 self.trimmer.plan_changed()
                 self._steady_steps = 2
                 return False
-        elif (plan := trial.whole_step_ended()) is not None:
-            self._follow(seen, plan)
-            self._steady_steps = 2
-            return False
         if self._steady_steps >= 2:
             self._report.look(self._engine.last_stats, self._engine.limits, self.live_peak_bytes)
         if self._is_steady:
@@ -129,15 +115,15 @@ class StepPlanner:
 
     @property
     def _is_steady(self) -> bool:
-        return self._steady_steps >= (4 if self._trial is None else 3)
+        return self._steady_steps >= (3 if self._is_last else 4)
 
     def limits_changed(self, seen: SeenStep | None) -> None:
-        """The device limit is another one, or what stays is to be found anew: once the next step has ended,
-        the best plans are searched for again. seen: the step that ended last; where it is one that the plan
-        is for, what another search has found holds from now on."""
+        """The device limit is another one, or what stays is to be found anew: once the next step has ended, a
+        plan is searched for again. seen: the step that ended last; where it is one that the plan of mode
+        "auto" is for, that holds from now on."""
         if self.is_warmup:
             return
-        self._trial = None
+        self._is_last = False
         self._steady_steps = min(self._steady_steps, 1)
         if seen is not None and seen.backward_order and seen.shape(self.settings) == self._shape:
             known = None if self._varied.lengths.vary else self._known(seen)
@@ -146,21 +132,21 @@ class StepPlanner:
                 return
         self._cap_by_start()
 
-    def start_from(self, start: KnownPlan | None) -> None:
-        """What another search has found for the steps that come; None: follow and try it no more. Takes no
-        lock."""
-        self._start, self._start_is_new = start, start is not None
+    def start_from(self, plan: MixedPlan | None, most_kept_bytes: int = 0) -> None:
+        """What the steps that come are to follow; None: follow it no more. most_kept_bytes: that may stay at
+        once until such a step was seen. Takes no lock."""
+        self._start, self._start_is_new = plan, plan is not None
+        self._start_kept_bytes = most_kept_bytes
         self._cap_by_start()
 
     def _cap_by_start(self) -> None:
-        """Until such a step was seen: what another search has found, and so much less stays as the limit is
-        below what that takes."""
+        """Until such a step was seen: so much less stays as the limit is below what the plan takes."""
         start, limits = self._start, self._engine.limits
         if start is None or limits.device_limit_bytes is None:
             return
-        most_bytes = start.most_kept_bytes - max(0, start.peak_bytes - limits.device_limit_bytes)
+        most_bytes = self._start_kept_bytes - max(0, start.predicted_peak_bytes - limits.device_limit_bytes)
         self.windows.bound("kept_limit_bytes", max(0, most_bytes), replaces=(DEFAULT,))
-        self._look_ahead(round(start.amounts.window_bytes), round(start.amounts.half_room_bytes))
+        self._look_ahead(start.restoring_room_bytes, start.half_room_bytes)
 
     def _look(self, *, replanned: bool) -> None:
         """Warn of what the step that ended shows, if it shows anything."""
@@ -169,14 +155,6 @@ class StepPlanner:
         if replanned and report.shapes_vary and engine.limits.device_limit_bytes is not None:
             report.look(engine.last_stats, engine.limits, self.live_peak_bytes)
         report.step(replanned=replanned, allocator=engine.device.allocator_bytes)
-
-    def pass_over(self, seen: SeenStep) -> None:
-        """A step has ended that says nothing of the plan, but for the stall of the one before it, which may
-        have been on trial."""
-        if self._trial is not None:
-            self._trial.stall_of_step_before(
-                self._engine.last_stats.stall_ms if seen.seconds is not None else None
-            )
 
     def _cut_short(self, seen: SeenStep, shape: object) -> bool:
         """Whether the step looks like the planned one, ended early by an exception: it did the first of its
@@ -196,7 +174,7 @@ class StepPlanner:
     def plan_now(self, seen: SeenStep) -> None:
         """End warm-up with what this step was seen to do so far."""
         self.is_warmup = False
-        self._trial = None
+        self._is_last = False
         self._follow_untimed(seen)
 
     def _install(self, seen: SeenStep, held: Keeps, parts: Mapping[ChunkKey, Stays] = {}) -> None:
@@ -251,8 +229,8 @@ class StepPlanner:
         self.windows.bound("kept_limit_bytes", max(0, most_bytes), replaces=(DEFAULT,))
 
     def _follow_untimed(self, seen: SeenStep) -> None:
-        """Until the times of such steps are known: follow what another search has found, if that still keeps
-        within the limit."""
+        """Until the times of such steps are known: follow the plan of mode "auto", if that still keeps within
+        the limit."""
         keeps, known = self._untimed(seen), self._known(seen)
         if known is None:
             self._install(seen, keeps)
@@ -260,22 +238,18 @@ class StepPlanner:
             self._follow(seen, known)
 
     def _known(self, seen: SeenStep) -> TimedPlan | None:
-        """What another search has found, for the groups of this step; None where that was for another order
-        of actions, or takes more than the limit of now."""
+        """The plan of mode "auto" for the groups of this step; None where that was for another order of
+        actions, or takes more than the limit of now."""
         start, limit_bytes = self._start, self._engine.limits.device_limit_bytes
         known, _ = seen.schedule()
-        if start is None or limit_bytes is None or list(known) != list(start.actions):
+        if start is None or limit_bytes is None or list(known) != list(start.problem.actions):
             return None
-        piece_bytes = self._engine.config.piece_bytes
-        units: dict[ChunkKey, list[Unit]] = {
-            chunk.id: cut_into_units(chunk.groups, piece_bytes) for chunk in seen.backward_order
-        }
-        plan, kept_bytes = plan_by(start.amounts, known, units)
-        return plan if max(kept_bytes, start.peak_bytes) <= limit_bytes else None
+        plan, kept_bytes = plan_by(start, known, self._units(seen))
+        return plan if max(kept_bytes, start.predicted_peak_bytes) <= limit_bytes else None
 
-    @property
-    def _start_amounts(self) -> Amounts | None:
-        return None if self._start is None else self._start.amounts
+    def _units(self, seen: SeenStep) -> dict[ChunkKey, list[Unit]]:
+        piece_bytes = self._engine.config.piece_bytes
+        return {chunk.id: cut_into_units(chunk.groups, piece_bytes) for chunk in seen.backward_order}
 
     def _untimed(self, seen: SeenStep) -> Keeps:
         """Without a device limit the margin: the last group of each name in the first chunk to run backward,
@@ -308,28 +282,23 @@ class StepPlanner:
         self.windows.bound("max_spilling_bytes", window_bytes, replaces=(DEFAULT,))
         self.windows.bound("max_restoring_bytes", window_bytes, replaces=(DEFAULT,))
 
-    def _try_timed(self, seen: SeenStep) -> bool:
-        """Simulate the step with its measured times and begin a trial of the best plans; False where
-        something is not known."""
+    def _follow_timed(self, seen: SeenStep) -> bool:
+        """Simulate the step with its measured times and follow the best plan; False where something is not
+        known, or the plan of mode "auto" is followed."""
         limits, rates = self._engine.limits, self._engine.rates
         if limits.device_limit_bytes is None or rates is None or seen.seconds is None:
+            return False
+        if self._known(seen) is not None:
+            self._is_last = True
             return False
         known, _ = seen.schedule()
         times = [seen.seconds.get(action) for action in known]
         compute_s = [seconds for seconds in times if seconds is not None]
         if len(compute_s) != len(known) or sum(compute_s) <= 0:
             return False
-        plans = timed_plans(
-            seen.backward_order,
-            known,
-            compute_s,
-            rates,
-            limits.device_limit_bytes,
-            self._engine.config.piece_bytes,
-            self._start_amounts,
-        )
-        self._trial = Trial(plans)
-        self._follow(seen, self._trial.plan)
+        plan = timed_plan(self._units(seen), known, compute_s, rates, limits.device_limit_bytes)
+        self._is_last = True
+        self._follow(seen, plan)
         return True
 
     def _follow_varied(self, seen: SeenStep) -> bool:
@@ -339,7 +308,7 @@ class StepPlanner:
         limit_bytes = limits.device_limit_bytes
         if limit_bytes is None or rates is None:
             return False
-        plan = self._varied.plan(rates, limit_bytes, self._start_amounts)
+        plan = self._varied.plan(rates, limit_bytes, self._start)
         if plan is None:
             return False
         stays = self._varied.stays(plan)

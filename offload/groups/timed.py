@@ -1,14 +1,10 @@
-"""Plans for a step whose times are known: two from simulation, and a trial of both.
+"""The plan for a step whose times are known, by units.
 
-One plan takes a chunk by units finer than its groups, so that of one group a part may stay: a group of 1.5 GB
-is a coarse step under a limit of 10 GB, and with units of 0.3 GB the simulated step of a pipeline stage is 3
-to 4% shorter (workload W2, November 2026). Units follow the chunk's saves: what a plan keeps of the chunk's
-end is whole groups and the last tensors of at most one more.
-
-The simulation is within a few percent of a real step, and so are its best plans of each other: on one H200
-the plan by parts of groups was predicted 4% shorter than the plan by whole groups and was 1% longer (workload
-W2 at 22 GB, November 2026). So each runs for one step, and the one that was seen to stall less stays. One
-invariant: a trial changes what stays and how far ahead to fetch, never a result.
+It takes a chunk by units finer than its groups, so that of one group a part may stay: a group of 1.5 GB is a
+coarse step under a limit of 10 GB, and with units of 0.3 GB the simulated step of a pipeline stage is 3 to 4%
+shorter (workload W2, November 2026). Units follow the chunk's saves: what a plan keeps of the chunk's end is
+whole groups and the last tensors of at most one more. One invariant: a plan changes what stays and how far
+ahead to fetch, never a result.
 """
 
 from __future__ import annotations
@@ -18,34 +14,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offload.groups.chunk import ChunkGroups
 from offload.groups.group import Cost, Group
 from offload.groups.seen import half_bytes_of, passed_bytes_of
 from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, Rates
 from offload.policy.keeps import kept_peak_bytes, tail_keeps
 from offload.policy.lengths import nearest
-from offload.policy.search import Amounts, Plan, choose_keeps
+from offload.policy.mixture import MixedPlan, choose_keeps
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import speaker
 
-__all__ = [
-    "NO_PART",
-    "KnownPlan",
-    "Stays",
-    "TimedPlan",
-    "Trial",
-    "Unit",
-    "cut_into_units",
-    "plan_by",
-    "timed_plan",
-    "timed_plans",
-]
+__all__ = ["NO_PART", "Stays", "TimedPlan", "Unit", "cut_into_units", "plan_by", "timed_plan"]
 
 logger = speaker(__name__)
-
-_MOST_TRIALS, _FEWEST_TRIALS = 100, 12
-_UNIT_TRIALS = 50_000
-"""Units times simulated steps of one search: about 1 s of host time, once, on whatever pipeline."""
 
 _UNITS_A_CHUNK = 64
 """About so many at most, whatever the number of tensors: the host time of a plan grows with them."""
@@ -84,164 +64,55 @@ class TimedPlan:
     half_room_bytes: int = 0
 
 
-class KnownPlan(NamedTuple):
-    """What another search has found for the steps that come, before any of them was seen. actions: of such a
-    step. peak_bytes: that it takes. most_kept_bytes: that may stay at once until one was seen. saved_bytes:
-    of each chunk, all that it will save."""
-
-    actions: Sequence[Action]
-    amounts: Amounts
-    peak_bytes: int
-    most_kept_bytes: int
-    saved_bytes: Mapping[ChunkKey, int]
-
-    def first_leave_bytes(self, chunk: ChunkKey) -> float | None:
-        """What leaves of the begin of a chunk; None where its stage is not named."""
-        like = nearest(chunk, self.saved_bytes)
-        if like is None:
-            return None
-        return max(0.0, self.saved_bytes[like] - self.amounts.kept_bytes.get(like, 0.0))
-
-
-class Trial:
-    """Runs each plan for one step; the one with the least stall is final. With a single plan there is nothing
-    to try.
-
-    A stall is known when the next step ends, because reading it sooner would block the host. That step may be
-    any: an evaluation, one that an exception cut short, one in which nothing could leave. So
-    `stall_of_step_before` is told at the end of each, and then `whole_step_ended` where the step was one that
-    the plans are for.
-    """
-
-    def __init__(self, plans: Sequence[TimedPlan]) -> None:
-        self._plans = plans
-        self._stalls_ms: list[float] = []
-        self._ran = False  # the step before was the first whole one under the plan whose stall comes next
-        self._over = len(plans) == 1
-
-    @property
-    def settled(self) -> bool:
-        return len(self._plans) == 1 or len(self._stalls_ms) == len(self._plans)
-
-    @property
-    def plan(self) -> TimedPlan:
-        """What the next step is to follow."""
-        if self.settled:
-            return self._plans[self._stalls_ms.index(min(self._stalls_ms)) if self._stalls_ms else 0]
-        return self._plans[min(len(self._stalls_ms) + self._ran, len(self._plans) - 1)]
-
-    def stall_of_step_before(self, stall_ms: float | None) -> None:
-        """stall_ms: of the step BEFORE the one that ends; None if not even now known: its plan is not chosen,
-        unless none is known."""
-        if self._ran and not self.settled:
-            self._ran = False
-            self._stalls_ms.append(float("inf") if stall_ms is None else stall_ms)
-            if self.settled:
-                stalls = ", ".join(f"{stall:.1f}" for stall in self._stalls_ms)
-                logger.info("plans tried: stalls of %s ms", stalls)
-
-    def whole_step_ended(self) -> TimedPlan | None:
-        """The plan to follow from here on; None if the trial is over and its plan is followed already."""
-        if self._over:
-            return None
-        self._over = self.settled
-        self._ran = not self.settled
-        return self.plan
-
-
-def trials_for(num_units: int) -> int:
-    """Steps to simulate in one search: their cost grows with the units of all chunks."""
-    return max(_FEWEST_TRIALS, min(_MOST_TRIALS, _UNIT_TRIALS // max(1, num_units)))
-
-
-def timed_plans(
-    chunks: Sequence[ChunkGroups],
-    actions: Sequence[Action],
-    compute_s: Sequence[float],
-    rates: Rates,
-    limit_bytes: int,
-    piece_bytes: int,
-    start: Amounts | None = None,
-) -> list[TimedPlan]:
-    """The plans with the shortest simulated step by parts of groups and by whole groups, the shorter first;
-    one if they are the same.
-
-    chunks: that a backward read. actions, compute_s: the schedule and how long each action computes.
-        piece_bytes: the smallest part. start: as of `choose_keeps`.
-    """
-    found: list[tuple[Plan, TimedPlan]] = []
-    whole_bytes = max(sum(group.total_offload_bytes for group in chunk.groups) for chunk in chunks) + 1
-    cuts: list[dict[ChunkKey, list[Unit]]] = [
-        {chunk.id: cut_into_units(chunk.groups, least_bytes) for chunk in chunks}
-        for least_bytes in (piece_bytes, whole_bytes)
-    ]
-    for units in cuts if cuts[0] != cuts[1] else cuts[:1]:
-        chosen, plan = timed_plan(units, actions, compute_s, rates, limit_bytes, start)
-        if all(plan != other for _, other in found):
-            found.append((chosen, plan))
-    fitting = [pair for pair in found if pair[0].fits]
-    if not fitting:
-        least, plan = min(found, key=lambda pair: pair[0].predicted_peak_bytes)
-        logger.warning(
-            "no plan keeps saved tensors within device_limit (device_limit_bytes in OffloadConfig), %s: the "
-            "best one peaks at %s; raise the limit",
-            bytes_text(limit_bytes),
-            bytes_text(least.predicted_peak_bytes),
-        )
-        return [plan]
-    return [plan for _, plan in sorted(fitting, key=lambda pair: pair[0].predicted_step_s)]
-
-
 def timed_plan(
     units: Mapping[ChunkKey, Sequence[Unit]],
     actions: Sequence[Action],
     compute_s: Sequence[float],
     rates: Rates,
     limit_bytes: int,
-    start: Amounts | None = None,
-) -> tuple[Plan, TimedPlan]:
-    """The plan with the shortest simulated step by these units; the one with the lowest peak where none keeps
-    within the limit. start: as of `choose_keeps`."""
+) -> TimedPlan:
+    """The plan with the shortest simulated step by these units, in 1 s of host time at most; where none keeps
+    within the limit, the one with the lowest peak, and a warning. compute_s: of each action."""
     sizes = {chunk: [unit.size for unit in own] for chunk, own in units.items()}
-    num_units = sum(map(len, sizes.values()))
-    most = trials_for(num_units)
-    chosen = choose_keeps(actions, sizes, compute_s, rates, limit_bytes, max_trials=most, start=start)
+    chosen = choose_keeps(actions, sizes, compute_s, rates, limit_bytes)
+    plan, _ = plan_by(chosen, actions, units)
     logger.info(
-        "plan: %d of %d units stay, %s bytes ahead, step predicted %.1f ms of which %.1f compute",
-        len(chosen.keeps),
-        num_units,
+        "plan: %d groups stay, %s bytes ahead, step predicted %.1f ms of which %.1f compute",
+        len(plan.keeps),
         f"{chosen.restoring_room_bytes:,}",
         chosen.predicted_step_s * 1000,
         sum(compute_s) * 1000,
     )
-    return chosen, _plan_of(units, chosen.keeps, chosen.restoring_room_bytes, chosen.half_room_bytes)
+    if not chosen.fits:
+        logger.warning(
+            "no plan keeps saved tensors within device_limit (device_limit_bytes in OffloadConfig), %s: the "
+            "best one peaks at %s; raise the limit",
+            bytes_text(limit_bytes),
+            bytes_text(chosen.predicted_peak_bytes),
+        )
+    return plan
 
 
 def plan_by(
-    amounts: Amounts, actions: Sequence[Action], units: Mapping[ChunkKey, Sequence[Unit]]
+    plan: MixedPlan, actions: Sequence[Action], units: Mapping[ChunkKey, Sequence[Unit]]
 ) -> tuple[TimedPlan, int]:
-    """The plan that these amounts make of these units, and the most that it keeps at once. Chunks that they
-    do not name keep nothing."""
+    """What a plan says of these units, each chunk by its own place or that which it follows, and the most
+    that stays at once."""
     sizes = {chunk: [unit.size for unit in own] for chunk, own in units.items()}
-    keeps = tail_keeps(sizes, amounts.kept_bytes)
-    plan = _plan_of(units, keeps, round(amounts.window_bytes), round(amounts.half_room_bytes))
-    return plan, kept_peak_bytes(actions, sizes, keeps)
-
-
-def _plan_of(
-    units: Mapping[ChunkKey, Sequence[Unit]], keeps: Keeps, restoring_room_bytes: int, half_room_bytes: int
-) -> TimedPlan:
-    """keeps: by places of units."""
+    follows = {chunk: nearest(chunk, plan.kept_bytes) for chunk in units}
+    kept_bytes = {chunk: plan.kept_bytes[like] for chunk, like in follows.items() if like is not None}
+    keeps = tail_keeps(sizes, kept_bytes)
     kept: dict[ChunkKey, set[int]] = {chunk: set() for chunk in units}
     for key in keeps:
         kept[key.chunk].add(key.position)
     parts = {chunk: stays_of(own, kept[chunk]) for chunk, own in units.items()}
-    return TimedPlan(
+    timed = TimedPlan(
         keeps=frozenset(GroupKey(chunk, at) for chunk, stays in parts.items() for at in stays.whole),
         parts=parts,
-        restoring_room_bytes=restoring_room_bytes,
-        half_room_bytes=half_room_bytes,
+        restoring_room_bytes=plan.restoring_room_bytes,
+        half_room_bytes=plan.half_room_bytes,
     )
+    return timed, kept_peak_bytes(actions, sizes, keeps)
 
 
 def cut_into_units(groups: Sequence[Group], least_bytes: int) -> list[Unit]:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from offload.groups.chunk import ChunkGroups
 from offload.groups.seen import SeenStep
-from offload.groups.timed import NO_PART, Stays, TimedPlan, Unit, cut_into_units, timed_plan
+from offload.groups.timed import NO_PART, Stays, TimedPlan, Unit, cut_into_units, plan_by, timed_plan
 from offload.policy.actions import Action, ChunkKey, Rates
 from offload.policy.lengths import STEPS, Lengths, nearest
-from offload.policy.search import Amounts
+from offload.policy.mixture import MixedPlan
 
 __all__ = ["VariedSteps"]
 
@@ -33,12 +33,13 @@ class _Step(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """lengths: by stage. num_actions: of the step that was planned."""
+    """lengths: by stage. num_actions: of the step that was planned. start: that it follows."""
 
     plan: TimedPlan
     limit_bytes: int
     lengths: Mapping[int, float]
     num_actions: int
+    start: MixedPlan | None
 
 
 class VariedSteps:
@@ -87,9 +88,9 @@ class VariedSteps:
         """A step has ended that is not like those that come: the next times are its own."""
         self._before = None
 
-    def plan(self, rates: Rates, limit_bytes: int, start: Amounts | None = None) -> TimedPlan | None:
-        """For the steps that come; None where too little is known, or they do not vary. A search, which tries
-        `start` first, where the one before is too old; about 1 s of host time."""
+    def plan(self, rates: Rates, limit_bytes: int, start: MixedPlan | None = None) -> TimedPlan | None:
+        """For the steps that come; None where too little is known, or they do not vary. Where the one before
+        is too old, what `start` says, or without it a search of about 1 s of host time."""
         if not self.lengths.vary:
             return None
         may_come = [step for step in reversed(self._timed) if self.lengths.may_come_again(step.amounts)]
@@ -98,6 +99,7 @@ class VariedSteps:
         is_old = (
             planned is None
             or planned.limit_bytes != limit_bytes
+            or planned.start is not start
             or self.lengths.drifted(planned.lengths)
             or (longest is not None and len(longest.actions) > planned.num_actions)
         )
@@ -110,10 +112,12 @@ class VariedSteps:
                 seconds * factors[action.chunk]
                 for action, seconds in zip(longest.actions, longest.compute_s, strict=True)
             ]
-            _, plan = timed_plan(units, longest.actions, compute_s, rates, limit_bytes, start)
-            planned = self._planned = _Planned(
-                plan, limit_bytes, self.lengths.typical(), len(longest.actions)
-            )
+            actions, typical = longest.actions, self.lengths.typical()
+            if start is None:
+                plan = timed_plan(units, actions, compute_s, rates, limit_bytes)
+            else:
+                plan, _ = plan_by(start, actions, units)
+            planned = self._planned = _Planned(plan, limit_bytes, typical, len(actions), start)
         return None if planned is None else planned.plan
 
     def stays(self, plan: TimedPlan) -> dict[ChunkKey, Stays]:

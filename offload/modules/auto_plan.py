@@ -19,7 +19,6 @@ from typing import Literal, NamedTuple
 from offload.engine import OffloadEngine
 from offload.errors import HostBudgetError
 from offload.groups.manager import GroupsManager
-from offload.groups.timed import KnownPlan
 from offload.modules.auto_memory import AutoMemory
 from offload.modules.beside import Beside
 from offload.modules.block_calls import BlockCalls
@@ -28,7 +27,6 @@ from offload.planner.work import Ran, StepWork, with_halves
 from offload.policy.actions import ChunkKey, GroupSize, Rates
 from offload.policy.keeps import all_of, kept_peak_bytes
 from offload.policy.mixture import MixedPlan, cheapest_mixture, choose_mixture, scaled
-from offload.policy.search import Amounts
 from offload.telemetry.speaker import speaker
 from offload.transfer.link import LINK_TEST_BYTES
 
@@ -283,13 +281,7 @@ class AutoPlan:
         measure_link(engine)
         memory.set_limit(limit_bytes)
         memory.share.bound("again_room_bytes", plan.again_room_bytes)
-        amounts = Amounts(plan.kept_bytes, float(plan.restoring_room_bytes), float(plan.half_room_bytes))
-        saved_bytes = {chunk: sum(size.nbytes for size in own) for chunk, own in _sizes_of(plan).items()}
-        most_kept_bytes = self._most_kept_bytes(plan, limit_bytes)
-        known = KnownPlan(
-            plan.problem.actions, amounts, plan.predicted.peak_bytes, most_kept_bytes, saved_bytes
-        )
-        manager.start_from(known)
+        manager.start_from(plan, self._most_kept_bytes(plan, limit_bytes))
         self._started = weakref.ref(manager)
         self.pin(engine, plan, engine.arena.budget.limit_bytes)
 

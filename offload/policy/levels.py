@@ -44,6 +44,9 @@ def groups_at(
     unit_bytes = max(1, sum(block.menu[0].saved_bytes for block in blocks) // num_units)
     groups: list[GroupSize] = []
     for place, (block, at) in enumerate(zip(blocks, levels, strict=True)):
+        if block.group is not None:
+            groups.append(block.group)
+            continue
         level = block.menu[at]
         num = max(1, round(level.saved_bytes / unit_bytes))
         ends = [part / num for part in range(num + 1)]

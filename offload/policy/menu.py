@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from offload.policy.actions import Action, ChunkKey, Life, lives_of
+from offload.policy.actions import Action, ChunkKey, ChunkSizes, GroupSize, Life, lives_of
 
 __all__ = [
     "Block",
@@ -75,6 +75,8 @@ class Block:
     """Of it, what that W alone reads."""
     host_s: float = 0.0
     """Host seconds of the plain block, forward and backward together."""
+    group: GroupSize | None = None
+    """Of a block that is one group with one level: the group as it is simulated."""
 
     def __post_init__(self) -> None:
         if not self.menu:
@@ -108,6 +110,23 @@ class Block:
 
 ChunkBlocks = Mapping[ChunkKey, Sequence[Block]]
 """Each chunk's blocks in forward order."""
+
+
+def group_blocks(sizes: ChunkSizes) -> dict[ChunkKey, list[Block]]:
+    """Each group as a block with one level, whose seconds are those of its actions."""
+    return {
+        chunk: [
+            Block(
+                menu=(Level(group.name, group.nbytes, 0.0, made_again_bytes=group.again_bytes),),
+                forward_s=0.0,
+                backward_s=0.0,
+                w_reads=group.w_bytes / group.nbytes if group.nbytes else 0.0,
+                group=group,
+            )
+            for group in groups
+        ]
+        for chunk, groups in sizes.items()
+    }
 
 
 class Host(NamedTuple):

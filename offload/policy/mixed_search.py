@@ -106,14 +106,14 @@ class MixedSearch:
         most_s: a step that takes longer is of no use."""
         self.best: Trial | None = None
         self._here: Trial | None = None  # where a climb is
-        self._by_levels: dict[tuple[Levels, ...], Trial] = {}
+        self._starts: list[Trial] = []
         self.num_trials = 0
         self._most_s = most_s
         self.problem = problem
         self._rest = rest
+        self._compute_s = action_seconds(problem.actions, problem.blocks, problem.rest_s)
         self._chunks = [action.chunk for action in problem.actions if action.kind == "F"]
         self._blocks = [tuple(problem.blocks[chunk]) for chunk in self._chunks]
-        self._compute_s = action_seconds(problem.actions, problem.blocks, problem.rest_s)
         self._plain_s = sum(self._compute_s)
         self._host = problem.host or Host()
         self._plain_host_s = host_seconds(problem.actions, problem.blocks, self._host)
@@ -215,14 +215,18 @@ class MixedSearch:
 
     def climb(self) -> None:
         """Change the best states of different levels while that helps, all chunks alike and then each run of
-        them."""
+        them; with few levels other states of the same ones, too."""
         every = range(len(self._chunks))
         # a long step's chunks in runs: one alone changes little
         run = math.ceil(len(every) / _MOST_RUNS) or 1
-        found = sorted(self._by_levels.values(), key=lambda trial: trial.score)
+        every_start = sorted(self._starts, key=lambda trial: trial.score)
+        by_levels: dict[tuple[Levels, ...], Trial] = {}
+        for trial in every_start:
+            by_levels.setdefault(trial.state.levels, trial)
+        found = [*by_levels.values()]
         one_level = [trial for trial in found if len({at for own in trial.state.levels for at in own}) < 2]
         # a mixture is to be no worse than any plan that has all blocks at one level
-        starts = dict.fromkeys([*found[: _CLIMBS - 1], *one_level[:1], *found[_CLIMBS - 1 :]])
+        starts = dict.fromkeys([*found[: _CLIMBS - 1], *one_level[:1], *found[_CLIMBS - 1 :], *every_start])
         for number, start in enumerate([*starts][:_MOST_CLIMBS]):
             self._here = start
             left = self._most_trials - self.num_trials
@@ -280,9 +284,8 @@ class MixedSearch:
         host_s = self._host_s(state.levels, result.moved_bytes) if problem.host is not None else 0.0
         score = (over_bytes, float(f"{max(result.step_s, host_s):.7g}"), float(result.moved_bytes))
         trial = Trial(score, state._replace(window_bytes=float(room)), result, host_s)
-        known = self._by_levels.get(state.levels)
-        if known is None or score < known.score:
-            self._by_levels[state.levels] = trial
+        if here is None:
+            self._starts.append(trial)
         if self.best is None or score < self.best.score:
             self.best = trial
         if self._here is None or score >= self._here.score:

@@ -16,14 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from offload.policy.actions import Action, ChunkKey, GroupSize, Rates
-from offload.policy.keeps import left_peak_bytes
+from offload.policy.actions import Action, ChunkKey, ChunkSizes, GroupSize, Keeps, Rates, require_times
+from offload.policy.keeps import left_peak_bytes, tail_keeps
+from offload.policy.lengths import nearest
 from offload.policy.levels import Levels, groups_at, num_leaving
-from offload.policy.menu import ChunkBlocks, Host, action_seconds
+from offload.policy.menu import ChunkBlocks, Host, action_seconds, group_blocks
 from offload.policy.mixed_search import MixedSearch, MixtureProblem, State
 from offload.policy.simulate import Simulation
 
-__all__ = ["MixedPlan", "cheapest_mixture", "choose_mixture", "scaled"]
+__all__ = ["MixedPlan", "cheapest_mixture", "choose_keeps", "choose_mixture", "scaled"]
 
 _BISECTIONS = 8
 _BISECTION_TRIALS = 30
@@ -67,6 +68,21 @@ class MixedPlan:
     def predicted_step_s(self) -> float:
         """The device or the host, whichever takes longer."""
         return max(self.predicted.step_s, self.host_s)
+
+    @property
+    def keeps(self) -> Keeps:
+        """Of a plan of groups, those that never leave; all others leave as soon as they are made."""
+        return tail_keeps({chunk: self._groups_of(chunk) for chunk in self.levels}, self.kept_bytes)
+
+    def first_leave_bytes(self, chunk: ChunkKey) -> float | None:
+        """What leaves of the begin of a chunk, or of one that follows its plan; None where its stage is not
+        planned."""
+        like = nearest(chunk, self.levels)
+        if like is None:
+            return None
+        saved = zip(self.problem.blocks[like], self.levels[like], strict=True)
+        saved_bytes = sum(block.menu[level].saved_bytes for block, level in saved)
+        return max(0.0, saved_bytes - self.kept_bytes[like])
 
     @property
     def most_again_bytes(self) -> int:
@@ -164,6 +180,23 @@ def choose_mixture(
             search.try_amounts(levels)
         search.climb()
     return _plan_of(search)
+
+
+def choose_keeps(
+    actions: Sequence[Action],
+    sizes: ChunkSizes,
+    compute_s: Sequence[float],
+    rates: Rates,
+    limit_bytes: int,
+    *,
+    max_trials: int | None = None,
+) -> MixedPlan:
+    """The plan of what stays of groups that run as they are: each is a block with one level. compute_s: of
+    each action. The rest, and what it raises, as `choose_mixture`."""
+    require_times(actions, compute_s)
+    seconds = dict(zip(actions, compute_s, strict=True))
+    blocks = group_blocks(sizes)
+    return choose_mixture(actions, blocks, rates, limit_bytes, rest_s=seconds, max_trials=max_trials)
 
 
 def cheapest_mixture(

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from offload.policy.keeps import tail_keeps
 from offload.policy.menu import Host
-from offload.policy.mixture import choose_mixture
-from offload.policy.search import choose_keeps
+from offload.policy.mixture import choose_keeps, choose_mixture
 
 from .job import Job
 from .rank_step import Mode, RankPlan, RankStep

@@ -20,7 +20,7 @@ for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
         sys.path.insert(0, _folder)
 
 from offload.policy.actions import Rates  # noqa: E402
-from offload.policy.search import choose_keeps  # noqa: E402
+from offload.policy.mixture import choose_keeps  # noqa: E402
 from parallel.dry_run.job import Job, Stage, stages_of_job  # noqa: E402
 from parallel.dry_run.models import ModelShape  # noqa: E402
 from parallel.dry_run.rank_step import RankPlan, RankStep  # noqa: E402

@@ -13,10 +13,11 @@ from offload import ChunkOffloadHandler, OffloadConfig, OffloadEngine
 from offload.device.sim import SimDevice
 from offload.groups.seen import SeenStep
 from offload.groups.step_planner import StepPlanner
-from offload.groups.timed import KnownPlan
 from offload.ids import ChunkId
 from offload.memory.arena import HostArena
-from offload.policy.search import Amounts
+from offload.policy.actions import Rates
+from offload.policy.menu import Block, Level
+from offload.policy.mixture import MixedPlan, choose_mixture
 from offload.telemetry.records import StepStats
 from tests.parsed import parse_action
 from tests.unit.groups.stack import Driver, build_manager, build_stages, gpipe, installed, one_f_one_b
@@ -304,23 +305,32 @@ def test_limit_holds_when_the_order_changes_between_steps() -> None:
         assert max(peaks[2:]) <= limit
 
 
-def known_plan(kept: Mapping[int, int], saved: int = 4 * KIB, *, peak: int = 6 * KIB) -> KnownPlan:
+def known_plan(kept: Mapping[int, int], saved: int = 4 * KIB, *, peak: int = 6 * KIB) -> MixedPlan:
     """Of chunks that save `saved` each: by microbatch, bytes of its end that stay."""
-    amounts = Amounts({ChunkId(0, at): float(nbytes) for at, nbytes in kept.items()}, 512.0, 256.0)
     actions = [parse_action(f"0{text}") for text in ("F0", "F1", "B1", "B0")]
-    return KnownPlan(actions, amounts, peak, 5 * KIB, {ChunkId(0, at): saved for at in kept})
+    actions = [action for action in actions if action.microbatch in kept]
+    block = Block(menu=(Level("plain", saved, 0.0),), forward_s=1.0, backward_s=1.0)
+    rates = Rates(d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6)
+    plan = choose_mixture(actions, {(0, at): [block] for at in kept}, rates, 2 * saved, max_trials=1)
+    return replace(
+        plan,
+        kept_bytes={(0, at): float(nbytes) for at, nbytes in kept.items()},
+        restoring_room_bytes=512,
+        half_room_bytes=256,
+        predicted=replace(plan.predicted, peak_bytes=peak),
+    )
 
 
 def test_what_another_search_has_found_is_followed_until_times_are_known() -> None:
     engine = engine_of(device_limit_bytes=6 * KIB)
     planner, chunks = planner_of(engine), chunks_of(engine, "abab", "abab")
-    planner.start_from(known_plan({0: 2 * KIB, 1: 3 * KIB}))
+    planner.start_from(known_plan({0: 2 * KIB, 1: 3 * KIB}), 5 * KIB)
     assert (engine.limits.kept_limit_bytes, engine.limits.half_room_bytes) == (5 * KIB, 256)
     planner.after_step(seen(chunks, "F0 F1 B1 B0"))
     assert stays(chunks) == [{2, 3}, {1, 2, 3}]
     assert (engine.limits.max_restoring_bytes, engine.limits.half_room_bytes) == (512, 256)
     # another one, for steps of the same shape
-    planner.start_from(known_plan({0: KIB, 1: 4 * KIB}))
+    planner.start_from(known_plan({0: KIB, 1: 4 * KIB}), 5 * KIB)
     planner.after_step(seen(chunks, "F0 F1 B1 B0"))
     assert stays(chunks) == [{3}, {0, 1, 2, 3}]
     # a step of another order holds other chunks at once: what stays leaves room for what comes and goes
@@ -331,7 +341,7 @@ def test_what_another_search_has_found_is_followed_until_times_are_known() -> No
 def test_where_the_limit_falls_below_what_another_search_has_found_so_much_less_stays() -> None:
     engine = engine_of(device_limit_bytes=6 * KIB)
     planner, chunks = planner_of(engine), chunks_of(engine, "abab", "abab")
-    planner.start_from(known_plan({0: 2 * KIB, 1: 3 * KIB}))
+    planner.start_from(known_plan({0: 2 * KIB, 1: 3 * KIB}), 5 * KIB)
     step = seen(chunks, "F0 F1 B1 B0")
     planner.after_step(step)
     for limit_bytes, most_bytes in ((7 * KIB, 7 * KIB), (5 * KIB, 4 * KIB)):
@@ -349,8 +359,8 @@ def test_the_first_groups_of_a_chunk_leave_until_what_is_left_stays() -> None:
         driver = Driver(build_stages(layers=4, names=("block",)), announced=True)
         driver.step(gpipe(1))
         saved_bytes = manager.stats.saved_bytes
-        amounts = Amounts({ChunkId(0, 0): saved_bytes * 0.5}, 4096.0, 0.0)
-        manager.start_from(KnownPlan((), amounts, saved_bytes, saved_bytes, {ChunkId(0, 0): saved_bytes}))
+        plan = known_plan({0: saved_bytes // 2}, saved_bytes, peak=saved_bytes)
+        manager.start_from(plan, saved_bytes)
         driver.step(gpipe(1))
         assert (manager.stats.spill_bytes, manager.stats.kept_bytes) == (saved_bytes // 2,) * 2
         manager.start_from(None)

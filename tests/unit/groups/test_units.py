@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from offload import OffloadConfig, OffloadEngine, OffloadTensorGroup, group_comm
 from offload.device.sim import SimDevice
 from offload.groups.seen import SeenStep, StepClock
 from offload.groups.step_planner import StepPlanner
-from offload.groups.timed import TimedPlan, Trial, Unit, cut_into_units, stays_of, trials_for
+from offload.groups.timed import Unit, cut_into_units, stays_of
 from offload.policy.actions import Action, GroupSize, Rates
 from tests.unit.groups.stack import (
     WIDTH,
@@ -138,74 +137,8 @@ def test_what_a_plan_keeps_of_a_group_never_moves_and_the_rest_does(stays_from: 
     assert_same(expected, found)
 
 
-def _plans(*room_bytes: int) -> list[TimedPlan]:
-    return [TimedPlan(keeps=frozenset(), parts={}, restoring_room_bytes=room) for room in room_bytes]
-
-
-def _run(trial: Trial, steps: Sequence[tuple[float | None, bool]]) -> list[int]:
-    """Steps as (the stall of the step before, whether the step that ends is whole); the windows of the plans
-    that they followed."""
-    followed = []
-    for stall_ms, whole in steps:
-        followed.append(trial.plan.restoring_room_bytes)
-        trial.stall_of_step_before(stall_ms)
-        if whole:
-            trial.whole_step_ended()
-    return followed
-
-
-def test_each_plan_runs_one_step_and_the_one_that_stalled_least_stays() -> None:
-    trial = Trial(_plans(1, 2))
-    # the third step runs while the second's stall is not known yet
-    assert _run(trial, [(99.0, True), (30.0, True), (20.0, True), (5.0, True)]) == [1, 2, 2, 2]
-    assert trial.settled
-    assert trial.plan.restoring_room_bytes == 2
-    assert trial.whole_step_ended() is None
-
-
-@pytest.mark.parametrize("between", [1, 2])
-def test_stall_of_an_evaluation_or_of_a_step_cut_short_is_nobodys(between: int) -> None:
-    """The stall that comes with the end of a step is that of the step before, whichever that was: an
-    evaluation after each step, which stalls 0 ms, decided every trial for the last plan."""
-    trial = Trial(_plans(1, 2))
-    other = [(0.0, False)] * (between - 1)
-    steps = [(99.0, True), (10.0, False), *other, (0.0, True), (30.0, False), *other, (0.0, True)]
-    _run(trial, steps)
-    assert trial.settled
-    assert trial.plan.restoring_room_bytes == 1, "10 ms against 30"
-
-
-def test_trial_that_is_decided_by_an_evaluations_end_is_followed_from_the_next_whole_step_on() -> None:
-    trial = Trial(_plans(1, 2))
-    _run(trial, [(99.0, True), (10.0, True), (30.0, False)])
-    assert trial.settled
-    chosen = trial.whole_step_ended()
-    assert chosen is not None
-    assert chosen.restoring_room_bytes == 1
-    assert trial.whole_step_ended() is None
-
-
-def test_plan_whose_stall_is_not_known_is_not_chosen_unless_none_is() -> None:
-    for stalls, chosen in (((None, 30.0), 2), ((30.0, None), 1), ((None, None), 1), ((10.0, 10.0), 1)):
-        trial = Trial(_plans(1, 2))
-        _run(trial, [(0.0, True), *((stall_ms, True) for stall_ms in stalls)])
-        assert trial.settled
-        assert trial.plan.restoring_room_bytes == chosen
-
-
-def test_a_search_over_many_units_simulates_fewer_steps_but_always_some() -> None:
-    assert [trials_for(units) for units in (0, 500, 1000, 5000, 10**6)] == [100, 100, 50, 12, 12]
-
-
-def test_a_single_plan_needs_no_trial() -> None:
-    trial = Trial(_plans(7))
-    assert trial.settled
-    assert trial.plan.restoring_room_bytes == 7
-    assert trial.whole_step_ended() is None
-
-
-@pytest.mark.parametrize("between", ["nothing", "evaluation", "switched off", "cut short"])
-def test_planner_tries_both_plans_and_then_gives_back_what_the_chosen_one_does_not_use(
+@pytest.mark.parametrize("between", ["nothing", "evaluation", "cut short"])
+def test_planner_follows_one_plan_from_times_and_then_gives_back_what_it_does_not_use(
     between: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = OffloadEngine(OffloadConfig(device_limit_bytes=24 * KIB, piece_bytes=KIB), device=SimDevice())
@@ -225,34 +158,24 @@ def test_planner_tries_both_plans_and_then_gives_back_what_the_chosen_one_does_n
     evaluation = dataclasses.replace(step, backward_order=[], actions=step.actions[:2])
     cut_short = dataclasses.replace(step, backward_order=step.backward_order[:1], actions=step.actions[:3])
 
-    def end(ended: SeenStep, stall_ms_of_the_step_before: float) -> None:
-        engine.last_stats = dataclasses.replace(
-            engine.last_stats, stall_ms=stall_ms_of_the_step_before, refused=refused
-        )
-        if ended is step or between != "switched off":
-            planner.after_step(ended)
-        else:
-            planner.pass_over(ended)
+    def end(ended: SeenStep) -> None:
+        engine.last_stats = dataclasses.replace(engine.last_stats, refused=refused)
+        planner.after_step(ended)
 
     stays = []
-    before_ms = 5.0
-    for stall_ms in (5.0, 5.0, 5.0, 9.0, 1.0, 5.0, 5.0):
-        end(step, before_ms)
-        before_ms = stall_ms
+    for _ in range(6):
+        end(step)
         stays.append([(chunk.stays, dict(chunk.stays_from)) for chunk in chunks])
         if between != "nothing":
-            end(cut_short if between == "cut short" else evaluation, stall_ms)
-            before_ms = 0.0
-        if len(stays) < 6:
+            end(cut_short if between == "cut short" else evaluation)
+        if len(stays) < 4:
             assert not trims
-    first, second = stays[2], stays[3]
-    assert first != second, "two plans were tried"
-    assert stays[4] == second
-    assert stays[5] == stays[6] == second  # 9 ms against 1
+    assert stays[1] != stays[2], "times were known"
+    assert stays[2:] == [stays[2]] * 4
     assert len(trims) == 1
     planner.trimmer.plan_changed()
     refused = 1  # what a step lacks is not given back
-    end(step, before_ms)
+    end(step)
     assert len(trims) == 1
 
 
@@ -294,7 +217,7 @@ def test_plan_that_keeps_sparse_views_settles() -> None:
         assert kept == kept[:1] * 4
 
 
-def test_summary_counts_what_leaves_in_each_step_of_a_trial_and_after_it(
+def test_summary_counts_what_leaves_before_and_after_times_are_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One chunk of two groups of several tensors: the table's bytes are those that the next step sends,
@@ -315,11 +238,10 @@ def test_summary_counts_what_leaves_in_each_step_of_a_trial_and_after_it(
             found.append(driver.step(order))
             assert step == 0 or manager.stats.spill_bytes == promised
         assert any(any(own) for own in parts), "no plan kept a group in part"
-        assert len({str(own) for own in parts[3:6]}) == 2, "two plans were tried"
     assert_same(expected, found)
 
 
-def test_plan_made_by_hand_in_the_middle_of_a_trial_ends_it() -> None:
+def test_plan_made_by_hand_is_followed_until_the_next_step_has_ended() -> None:
     engine = OffloadEngine(OffloadConfig(device_limit_bytes=24 * KIB, piece_bytes=KIB), device=SimDevice())
     engine.rates = Rates(d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6)
     planner = StepPlanner(engine)
@@ -331,13 +253,9 @@ def test_plan_made_by_hand_in_the_middle_of_a_trial_ends_it() -> None:
     step = dataclasses.replace(step, seconds=dict.fromkeys(step.actions, 1e-3))
     for _ in range(3):
         planner.after_step(step)
-    tried = [(chunk.stays, dict(chunk.stays_from)) for chunk in chunks]
+    timed = [(chunk.stays, dict(chunk.stays_from)) for chunk in chunks]
     planner.plan_now(step)
     by_hand = [(chunk.stays, dict(chunk.stays_from)) for chunk in chunks]
-    assert by_hand != tried
-    planner.pass_over(step)
-    assert [(chunk.stays, dict(chunk.stays_from)) for chunk in chunks] == by_hand
+    assert by_hand != timed
     planner.after_step(step)
-    assert [(chunk.stays, dict(chunk.stays_from)) for chunk in chunks] == tried, (
-        "a new trial, from its first plan on"
-    )
+    assert [(chunk.stays, dict(chunk.stays_from)) for chunk in chunks] == timed

@@ -16,7 +16,7 @@ from offload.groups.step_planner import StepPlanner
 from offload.groups.timed import TimedPlan
 from offload.ids import ChunkId
 from offload.policy.actions import Action, GroupKey, GroupSize, Rates, one_f_one_b
-from offload.policy.search import Plan, choose_keeps
+from offload.policy.mixture import choose_keeps
 from offload.policy.simulate import simulate
 
 KIB = 1024
@@ -130,14 +130,14 @@ def test_a_plan_by_position_is_near_hindsight_in_every_step_and_within_the_limit
 def test_searches_are_few_and_a_chunk_beyond_the_plan_follows_the_one_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    planned: list[tuple[Plan, TimedPlan]] = []
+    planned: list[TimedPlan] = []
     search = varied.timed_plan
     monkeypatch.setattr(varied, "timed_plan", lambda *given: planned.append(search(*given)) or planned[-1])
     draws, steps = random.Random(5), Steps()
     for _ in range(20):
         steps.run(drawn(draws))
     assert 1 <= len(planned) <= 5
-    assert len(planned[-1][1].parts) == 8
+    assert len(planned[-1].parts) == 8
     steps.run([*drawn(draws)[:6], 6, 6, 6, 6])
     last = steps.chunks[7]
     assert (steps.chunks[9].stays, steps.chunks[9].stays_from) == (last.stays, last.stays_from)
@@ -148,11 +148,11 @@ def test_steps_that_settle_have_a_plan_of_their_own() -> None:
     for _ in range(6):
         steps.run(drawn(draws))
     assert steps.planner._varied.lengths.vary
-    assert steps.planner._trial is None
+    assert not steps.planner._is_last
     for _ in range(12):
         steps.run([6] * 6)
     assert not steps.planner._varied.lengths.vary
-    assert steps.planner._trial is not None
+    assert steps.planner._is_last
 
 
 def test_other_groups_forget_what_was_seen() -> None:

@@ -13,7 +13,6 @@ from torch import nn
 import offload
 from offload import PipelineOffloadManager
 from offload.device.sim import SimDevice
-from offload.groups import timed
 from offload.modules import auto_plan
 from offload.modules.beside import Beside
 from offload.policy import mixed_search
@@ -87,7 +86,6 @@ def new_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Run]]
     """On a link of so many bytes a second, with a host that is ahead of the device. Searches are short and
     waited for."""
     monkeypatch.setattr(mixed_search, "_MOST_TRIALS", 40)
-    monkeypatch.setattr(timed, "_MOST_TRIALS", 12)
     monkeypatch.setattr(auto_plan, "Beside", lambda calculate, waits: Beside(calculate, waits=True))
     with installed(None):
         runs: list[Run] = []

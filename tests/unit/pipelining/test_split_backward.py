@@ -4,6 +4,7 @@ measured times are tried and followed, whatever they leave between the halves of
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from offload.groups import timed
 from offload.groups.seen import StepClock
 from offload.pipelining import OffloadPipelineStage
 from offload.policy.actions import Action, Rates
+from offload.policy.mixture import choose_keeps
 from parallel.schedules import SCHEDULES, build_schedule
 from tests.unit.groups.stack import build_manager, installed
 
@@ -98,7 +100,7 @@ def test_gradients_are_bitwise_those_without_offload_under_every_plan(
     followed: list[int | None] = []
     times = {Action(kind, s, m): 1e-4 for kind in "FBIW" for s in range(2) for m in range(MICROBATCHES)}
     monkeypatch.setattr(StepClock, "end_step", lambda self: times)
-    monkeypatch.setattr(timed, "_MOST_TRIALS", timed._FEWEST_TRIALS)
+    monkeypatch.setattr(timed, "choose_keeps", partial(choose_keeps, max_trials=12))
     with installed(build_manager(device_limit_bytes=saves * SAVE)) as manager:
         assert manager is not None
         manager.engine.rates = Rates(d2h_bytes_per_s=2e7, h2d_bytes_per_s=2e7)

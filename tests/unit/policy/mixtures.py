@@ -9,8 +9,7 @@ from offload.policy.actions import Action, ChunkKey, Rates, one_f_one_b
 from offload.policy.keeps import tail_keeps
 from offload.policy.levels import groups_at, num_leaving, units_a_chunk
 from offload.policy.menu import Block, Host, Level, Menu, action_seconds, convex, host_seconds
-from offload.policy.mixture import MixedPlan
-from offload.policy.search import choose_keeps
+from offload.policy.mixture import MixedPlan, choose_keeps
 from offload.policy.simulate import Simulation, simulate
 
 GB, MB = 10**9, 10**6

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload.policy.actions import Action, Rates, one_f_one_b
-from offload.policy.search import choose_keeps
+from offload.policy.mixture import choose_keeps
 from parallel.dry_run import together
 from parallel.dry_run.answer import DryRun, dry_run
 from parallel.dry_run.job import Job, held_by, layers_of, stages_of_job

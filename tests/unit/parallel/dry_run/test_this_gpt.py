@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from offload.device.sim import SimDevice
 from offload.groups import timed
 from offload.planner.profiler import BlockProfiler
 from offload.policy.actions import Rates, one_f_one_b
-from offload.policy.search import choose_keeps
+from offload.policy.mixture import choose_keeps
 from parallel.dry_run.costs import piece_of
 from parallel.dry_run.job import Stage
 from parallel.dry_run.rank_step import RankPlan, RankStep
@@ -154,16 +155,15 @@ def test_what_the_halves_of_a_split_backward_read_is_what_those_of_a_real_run_we
 def test_stall_and_peak_under_a_limit_are_those_of_a_real_run(
     seen: Trace, chunks: float, gb_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timed, "_MOST_TRIALS", 30)  # the same for both
+    few = partial(choose_keeps, max_trials=30)  # for both
+    monkeypatch.setattr(timed, "choose_keeps", few)
     rates = Rates(d2h_bytes_per_s=gb_s * 1e9, h2d_bytes_per_s=gb_s * 1e9)
     limit_bytes = int(chunks * seen.saved_bytes)
     for manager in run({"device_limit_bytes": limit_bytes}, rates, 7):
         stats = manager.stats
     step = rank_step(rates)
     levels = step.uniform(0)
-    chosen = choose_keeps(
-        step.order, step.sizes(levels), step.compute_s(levels), rates, limit_bytes, max_trials=30
-    )
+    chosen = few(step.order, step.sizes(levels), step.compute_s(levels), rates, limit_bytes)
     plan = RankPlan(
         levels=levels,
         keeps=chosen.keeps,
