@@ -95,6 +95,8 @@ class Auto(Client):
         self.ladder: Ladder | None = None  # None where a device measures nothing
         self._measured = 0  # steps, of those that the rule is made from
         self._input_bytes = 0  # of the blocks of the last step
+        self._shape: object = ()  # that the ladder is for
+        self._shape_before: object = None
         self._clock = _Clock()
         self._offers = 0  # ends at which ranks had no plan
         self.rests = Rests()
@@ -244,12 +246,17 @@ class Auto(Client):
             else:
                 plan.follow_none()
                 ladder.plan_fails()
-        is_new = plan.step_ended(manager, ran)
-        if is_new and ladder is not None and ladder.state is not State.MEASURE:
-            plan.follow_none()
-            self._measured = 0
-            self._wake()
-            self.ladder = self._new_ladder(manager.engine)
+        plan.step_ended(manager, ran)
+        # not by what was read: that depends on the rule
+        shape = tuple((chunk, sum(call.input_bytes for call in calls)) for chunk, calls in ran.items())
+        is_again, self._shape_before = shape == self._shape_before, shape
+        if is_again and shape != self._shape:
+            is_first, self._shape = not self._shape, shape
+            if ladder is not None and not is_first:
+                plan.follow_none()
+                self._measured = 0
+                self._wake()
+                self.ladder = self._new_ladder(manager.engine)
         return True
 
     # -- the ladder ------------------------------------------------------------------------------------------
@@ -333,10 +340,12 @@ class Auto(Client):
             memory.by_phase = True
             calls.begin_trace(Trace(ladder.rule.moves, engine.device.active_bytes()))
             for root in self._roots:
-                root.given_bytes = 0
+                root.given_bytes, root.looks_at_given = 0, True
         elif self._measured == 2:
             assert trace is not None
             memory.by_phase, calls.trace = False, None
+            for root in self._roots:
+                root.looks_at_given = False
             trace.peak_bytes = memory.peaks.get(BLOCKS, 0)
             trace.head_bytes = memory.peaks.get(HEAD, 0)
             trace.input_bytes = self._input_bytes

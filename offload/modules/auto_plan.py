@@ -93,10 +93,9 @@ class AutoPlan:
         self._shape_before: object = None
         self._lengths: Mapping[int, float] = {}  # that the plan is for, by stage
 
-    def step_ended(self, manager: GroupsManager, ran: Mapping[ChunkKey, Sequence[Ran]]) -> bool:
-        """A step with a backward has ended. Returns whether it is of a shape that comes for the second time
-        in a row and is not planned for; steps that vary are one shape, and where these had no room, they are
-        a new one once the typical length is another."""
+    def step_ended(self, manager: GroupsManager, ran: Mapping[ChunkKey, Sequence[Ran]]) -> None:
+        """A step with a backward has ended. A shape that comes twice in a row is planned for, and so are
+        steps that vary. Where these had no room, they are once the typical length is another."""
         seen = manager.last_step
         assert seen is not None
         self.num_steps += 1
@@ -108,12 +107,10 @@ class AutoPlan:
         shape = None if lengths.vary else (tuple(known), tuple(lengths.last.items()))
         is_new = shape != self._shape and (shape is None or shape == self._shape_before)
         self._shape_before = shape
-        is_new = is_new or (memory.has_no_room and self._is_too_old)
-        if is_new:
+        if is_new or (memory.has_no_room and self._is_too_old):
             self._shape, self.plans_left = shape, _PLANS
             self._more_plans_left = _MORE_PLANS
             memory.measure()
-        return is_new
 
     @property
     def is_new(self) -> bool:

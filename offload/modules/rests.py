@@ -61,7 +61,7 @@ class Rests:
             if not root.runs_inside or root.has_checkpoints or hooked.is_compiled:
                 continue
             names = plain.get(root.stage, frozenset()) & hooked.blocks.keys()
-            is_alone = all_fits and len(self._hooked) == 1 and root.given_bytes is not None
+            is_alone = all_fits and len(self._hooked) == 1 and root.given_bytes > 0
             if not is_alone:
                 names = frozenset(name for name in names if not root.is_last(name))
             for name in names:
@@ -94,7 +94,7 @@ class Rests:
             return
         hooked.own.rest()
         hooked.steps.discard(root)
-        look = _Look(self, hooked.own, root.given_bytes or 0)
+        look = _Look(self, hooked.own, root.given_bytes)
         self._asleep.append(model.register_forward_pre_hook(look, prepend=True, with_kwargs=True))
 
 

@@ -129,7 +129,8 @@ class ModelRoot(Root):
         self._ends_without = 0  # a forward, since apply()
         self.resting = frozenset[str]()  # blocks whose hooks are off, since they run plain
         self.runs_inside = True  # no block was called without the model
-        self.given_bytes: int | None = None  # of the model's inputs, at most; None: not looked at
+        self.given_bytes = 0  # of the model's inputs, at most, while it `looks_at_given`
+        self.looks_at_given = False
         self.calls = CallsUnderWay()
         self.watch = Watch()  # of its recomputes
         self.peak = PeakWatch(bool(self._blocks))
@@ -145,7 +146,7 @@ class ModelRoot(Root):
             return None
         call = watched = None
         if self._here.running == 0:
-            if self.given_bytes is not None:
+            if self.looks_at_given:
                 self.given_bytes = max(self.given_bytes, given_bytes((args, kwargs)))
             self._begin_chunk()
         if inside_checkpoint():

@@ -13,7 +13,7 @@ from torch import Tensor
 from offload.modules.ladder import Ended, Facts, Ladder, State
 from offload.modules.rule import Cost, Rule, Trace, fitting, peak_bytes
 from tests.unit.modules.allocated import AllocatedRun, allocated
-from tests.unit.modules.training import ROWS
+from tests.unit.modules.training import ROWS, WIDTH
 
 __all__ = ["allocated"]
 
@@ -299,3 +299,41 @@ def test_lengths_that_vary_keep_within_the_total_with_the_bits_of_a_run_without(
         run.steps(1, rows=rows, seed=number)
     assert all(map(torch.equal, run.weights(), weights))
     assert max(run.peaks) <= int(total[:-1]) * 1.01
+
+
+def test_a_forward_that_was_longer_than_the_measured_one_is_not_taken_for_it_once_all_hooks_rest(
+    allocated: Callable[..., AllocatedRun],
+) -> None:
+    """All of the measured length fits, and less of the longer one that came before the hooks rested."""
+    lengths = [6, 6, 6, 6, 18, 6, 18, 18]
+    plain = allocated(BLOCKS)
+    for number, rows in enumerate(lengths):
+        plain.steps(1, rows=(rows,), seed=number)
+    weights, total = plain.weights(), max(plain.peaks) - 1_500
+    run = allocated(BLOCKS, device_total=f"{total}B")
+    for number, rows in enumerate(lengths):
+        run.steps(1, rows=(rows,), seed=number)
+    assert max(run.peaks) <= total
+    assert all(map(torch.equal, run.weights(), weights))
+
+
+def test_blocks_that_are_called_without_their_model_have_a_rule_too(
+    allocated: Callable[..., AllocatedRun],
+) -> None:
+    """Each call is a chunk by itself, and which of them a backward reads depends on the rule."""
+    found = []
+    for options in ({}, {"device_total": "1GB"}):
+        run = allocated(BLOCKS, **options)
+        for step in range(6):
+            torch.manual_seed(step)
+            hidden = run.model.embed(torch.randn(ROWS, WIDTH))
+            for block in run.model.layers:
+                hidden = block(hidden)
+            run.model.head(hidden).square().mean().backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        found.append(run.weights())
+    assert run.ladder.state is State.SETTLED
+    assert run.ladder.keeps_all
+    assert run.num_hooks > run.own_hooks + 1, "nobody would see a longer forward"
+    assert all(map(torch.equal, *found))
