@@ -149,8 +149,9 @@ class GroupsManager(OpenScopes, Client):
             self._planner.limits_changed(self.last_step)
 
     def start_from(self, plan: MixedPlan | None, most_kept_bytes: int = 0) -> None:
-        """Between steps: the plan that the steps that come are to follow, for which nothing is searched here;
-        None: of no more. most_kept_bytes: that may stay at once until one of them was seen. Takes no lock."""
+        """Between steps: the plan of the steps that come, which they follow until their times are known, and
+        from which groups search then; None: of no more. most_kept_bytes: that may stay at once until one of
+        them was seen. Takes no lock."""
         self._planner.start_from(plan, most_kept_bytes)
         for handler in list(self._handlers.values()):
             handler.first_leave_bytes = None if plan is None else plan.first_leave_bytes(handler.id)

@@ -6,8 +6,8 @@ runs all the same.
 
 Under a device limit there are two. The first, after the first step, knows sizes and order only and keeps an
 equal part of every chunk. After the third step it is also known how long each action computes and what the
-link carries, and timed.py plans by simulated steps. Where mode "auto" has a plan, it is followed from the
-first step on, and nothing is searched here.
+link carries, and timed.py plans by simulated steps. Where mode "auto" has a plan, its amounts are followed
+from the first step on, and the search begins with them.
 """
 
 from __future__ import annotations
@@ -284,19 +284,17 @@ class StepPlanner:
 
     def _follow_timed(self, seen: SeenStep) -> bool:
         """Simulate the step with its measured times and follow the best plan; False where something is not
-        known, or the plan of mode "auto" is followed."""
+        known."""
         limits, rates = self._engine.limits, self._engine.rates
         if limits.device_limit_bytes is None or rates is None or seen.seconds is None:
-            return False
-        if self._known(seen) is not None:
-            self._is_last = True
             return False
         known, _ = seen.schedule()
         times = [seen.seconds.get(action) for action in known]
         compute_s = [seconds for seconds in times if seconds is not None]
         if len(compute_s) != len(known) or sum(compute_s) <= 0:
             return False
-        plan = timed_plan(self._units(seen), known, compute_s, rates, limits.device_limit_bytes)
+        limit_bytes = limits.device_limit_bytes
+        plan = timed_plan(self._units(seen), known, compute_s, rates, limit_bytes, self._start)
         self._is_last = True
         self._follow(seen, plan)
         return True

@@ -18,7 +18,6 @@ from offload.groups.group import Cost, Group
 from offload.groups.seen import half_bytes_of, passed_bytes_of
 from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, Rates
 from offload.policy.keeps import kept_peak_bytes, tail_keeps
-from offload.policy.lengths import nearest
 from offload.policy.mixture import MixedPlan, choose_keeps
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import speaker
@@ -70,11 +69,13 @@ def timed_plan(
     compute_s: Sequence[float],
     rates: Rates,
     limit_bytes: int,
+    start: MixedPlan | None = None,
 ) -> TimedPlan:
     """The plan with the shortest simulated step by these units, in 1 s of host time at most; where none keeps
-    within the limit, the one with the lowest peak, and a warning. compute_s: of each action."""
+    within the limit, the one with the lowest peak, and a warning. compute_s: of each action. start: as of
+    `choose_keeps`."""
     sizes = {chunk: [unit.size for unit in own] for chunk, own in units.items()}
-    chosen = choose_keeps(actions, sizes, compute_s, rates, limit_bytes)
+    chosen = choose_keeps(actions, sizes, compute_s, rates, limit_bytes, start=start)
     plan, _ = plan_by(chosen, actions, units)
     logger.info(
         "plan: %d groups stay, %s bytes ahead, step predicted %.1f ms of which %.1f compute",
@@ -99,9 +100,7 @@ def plan_by(
     """What a plan says of these units, each chunk by its own place or that which it follows, and the most
     that stays at once."""
     sizes = {chunk: [unit.size for unit in own] for chunk, own in units.items()}
-    follows = {chunk: nearest(chunk, plan.kept_bytes) for chunk in units}
-    kept_bytes = {chunk: plan.kept_bytes[like] for chunk, like in follows.items() if like is not None}
-    keeps = tail_keeps(sizes, kept_bytes)
+    keeps = tail_keeps(sizes, plan.kept_of(sizes))
     kept: dict[ChunkKey, set[int]] = {chunk: set() for chunk in units}
     for key in keeps:
         kept[key.chunk].add(key.position)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from offload.groups.chunk import ChunkGroups
 from offload.groups.seen import SeenStep
-from offload.groups.timed import NO_PART, Stays, TimedPlan, Unit, cut_into_units, plan_by, timed_plan
+from offload.groups.timed import NO_PART, Stays, TimedPlan, Unit, cut_into_units, timed_plan
 from offload.policy.actions import Action, ChunkKey, Rates
 from offload.policy.lengths import STEPS, Lengths, nearest
 from offload.policy.mixture import MixedPlan
@@ -33,13 +33,12 @@ class _Step(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """lengths: by stage. num_actions: of the step that was planned. start: that it follows."""
+    """lengths: by stage. num_actions: of the step that was planned."""
 
     plan: TimedPlan
     limit_bytes: int
     lengths: Mapping[int, float]
     num_actions: int
-    start: MixedPlan | None
 
 
 class VariedSteps:
@@ -90,7 +89,7 @@ class VariedSteps:
 
     def plan(self, rates: Rates, limit_bytes: int, start: MixedPlan | None = None) -> TimedPlan | None:
         """For the steps that come; None where too little is known, or they do not vary. Where the one before
-        is too old, what `start` says, or without it a search of about 1 s of host time."""
+        is too old, a search, which begins with `start`, of about 1 s of host time."""
         if not self.lengths.vary:
             return None
         may_come = [step for step in reversed(self._timed) if self.lengths.may_come_again(step.amounts)]
@@ -99,7 +98,6 @@ class VariedSteps:
         is_old = (
             planned is None
             or planned.limit_bytes != limit_bytes
-            or planned.start is not start
             or self.lengths.drifted(planned.lengths)
             or (longest is not None and len(longest.actions) > planned.num_actions)
         )
@@ -113,11 +111,8 @@ class VariedSteps:
                 for action, seconds in zip(longest.actions, longest.compute_s, strict=True)
             ]
             actions, typical = longest.actions, self.lengths.typical()
-            if start is None:
-                plan = timed_plan(units, actions, compute_s, rates, limit_bytes)
-            else:
-                plan, _ = plan_by(start, actions, units)
-            planned = self._planned = _Planned(plan, limit_bytes, typical, len(actions), start)
+            plan = timed_plan(units, actions, compute_s, rates, limit_bytes, start)
+            planned = self._planned = _Planned(plan, limit_bytes, typical, len(actions))
         return None if planned is None else planned.plan
 
     def stays(self, plan: TimedPlan) -> dict[ChunkKey, Stays]:

@@ -120,7 +120,7 @@ def group_blocks(sizes: ChunkSizes) -> dict[ChunkKey, list[Block]]:
                 menu=(Level(group.name, group.nbytes, 0.0, made_again_bytes=group.again_bytes),),
                 forward_s=0.0,
                 backward_s=0.0,
-                w_reads=group.w_bytes / group.nbytes if group.nbytes else 0.0,
+                w_reads=min(1.0, group.w_bytes / max(1, group.nbytes)),
                 group=group,
             )
             for group in groups

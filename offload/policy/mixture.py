@@ -12,7 +12,7 @@ The limit is for saved bytes and for what a recompute makes again beside them, w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -73,6 +73,11 @@ class MixedPlan:
     def keeps(self) -> Keeps:
         """Of a plan of groups, those that never leave; all others leave as soon as they are made."""
         return tail_keeps({chunk: self._groups_of(chunk) for chunk in self.levels}, self.kept_bytes)
+
+    def kept_of(self, chunks: Iterable[ChunkKey]) -> dict[ChunkKey, float]:
+        """What stays of the end of each of these chunks, or of that which it follows."""
+        follows = {chunk: nearest(chunk, self.kept_bytes) for chunk in chunks}
+        return {chunk: 0.0 if like is None else self.kept_bytes[like] for chunk, like in follows.items()}
 
     def first_leave_bytes(self, chunk: ChunkKey) -> float | None:
         """What leaves of the begin of a chunk, or of one that follows its plan; None where its stage is not
@@ -190,13 +195,26 @@ def choose_keeps(
     limit_bytes: int,
     *,
     max_trials: int | None = None,
+    start: MixedPlan | None = None,
 ) -> MixedPlan:
     """The plan of what stays of groups that run as they are: each is a block with one level. compute_s: of
-    each action. The rest, and what it raises, as `choose_mixture`."""
+    each action. start: a plan of blocks for such steps, whose amounts are tried first. The rest, and what it
+    raises, as `choose_mixture`."""
     require_times(actions, compute_s)
-    seconds = dict(zip(actions, compute_s, strict=True))
-    blocks = group_blocks(sizes)
-    return choose_mixture(actions, blocks, rates, limit_bytes, rest_s=seconds, max_trials=max_trials)
+    known = []
+    if start is not None:
+        levels = {chunk: (0,) * len(own) for chunk, own in sizes.items()}
+        kept = start.kept_of(sizes)
+        known = [replace(start, levels=levels, kept_bytes=kept, saved_limit_bytes=limit_bytes)]
+    return choose_mixture(
+        actions,
+        group_blocks(sizes),
+        rates,
+        limit_bytes,
+        rest_s=dict(zip(actions, compute_s, strict=True)),
+        max_trials=max_trials,
+        known=known,
+    )
 
 
 def cheapest_mixture(

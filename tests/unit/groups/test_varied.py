@@ -119,7 +119,7 @@ def test_a_plan_by_position_is_near_hindsight_in_every_step_and_within_the_limit
             untimed_s += followed(untimed, lengths)[0]
             actions = one_f_one_b(0, 4, len(lengths))
             hindsight_s += choose_keeps(
-                actions, sizes_of(lengths), compute_s(actions, lengths), RATES, LIMIT
+                actions, sizes_of(lengths), compute_s(actions, lengths), RATES, LIMIT, max_trials=100
             ).predicted_step_s
         ours.run(lengths)
         untimed.run(lengths)

@@ -101,11 +101,8 @@ def test_with_times_known_groups_follow_one_plan_whatever_the_lengths(
         for number, seen in enumerate(train_varied(model, steps())):
             assert equal(seen, plain[number])
             assert number < 3 or manager.stats.device_bytes_peak <= limit
-    if options["mode"] == "auto":
-        assert not planned, "the plan of the blocks is followed"
-    else:
-        assert 1 <= len(planned) <= 7
-        assert max(planned) >= 2  # microbatches
+    assert 1 <= len(planned) <= 7
+    assert max(planned) >= 2  # microbatches
 
 
 def test_plans_are_for_the_typical_step_of_the_last_eight_and_few(

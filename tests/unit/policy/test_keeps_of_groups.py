@@ -3,6 +3,9 @@ function of its numbers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 
 from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Rates, one_f_one_b
@@ -26,17 +29,35 @@ def test_the_plan_of_a_pipeline_stage_comes_within_five_percent_of_the_bound(dev
     from bench.bound import least_step, work_of
 
     limit_bytes = device_gb * GB - 9 * GB
-    plan = choose_keeps(W2, W2_SIZES, W2_COMPUTE_S, H200, limit_bytes)
+    plan = choose_keeps(W2, W2_SIZES, W2_COMPUTE_S, H200, limit_bytes, max_trials=100)
     bound = least_step(work_of(W2, W2_SIZES, W2_COMPUTE_S), H200, limit_bytes)
     assert bound.step_s <= plan.predicted_step_s <= 1.05 * bound.step_s
     assert plan.fits
+
+
+def test_a_plan_that_is_known_is_tried_first_and_not_lost() -> None:
+    limit_bytes = 13 * GB
+    known = choose_keeps(W2, W2_SIZES, W2_COMPUTE_S, H200, limit_bytes, max_trials=50)
+    again = choose_keeps(W2, W2_SIZES, W2_COMPUTE_S, H200, limit_bytes, max_trials=1, start=known)
+    assert (again.keeps, again.predicted) == (known.keeps, known.predicted)
+    assert not choose_keeps(W2, W2_SIZES, W2_COMPUTE_S, H200, limit_bytes, max_trials=1).fits
+
+
+def test_a_start_from_another_step_is_no_more_than_a_start() -> None:
+    """Chunks that follow others, of a stage that is not there, more than fits."""
+    few = partial(choose_keeps, W2, W2_SIZES, W2_COMPUTE_S, H200, 13 * GB, max_trials=30)
+    plan = few()
+    for kept in ({(7, 7): 1e9}, {(0, 2): 5e9}, dict.fromkeys(W2_SIZES, 1e12)):
+        other = few(start=replace(plan, kept_bytes=kept, restoring_room_bytes=10**12))
+        assert other.fits
+        assert other.predicted_step_s <= 1.02 * plan.predicted_step_s
 
 
 def test_different_amounts_by_chunk_beat_the_best_equal_ones() -> None:
     """Chunk 0 is read right after the last warm-up forward, the last chunks meet an emptying device: both
     keep more than the middle."""
     limit_bytes = 31 * GB
-    plan = choose_keeps(W2, W2_SIZES, W2_COMPUTE_S, H200, limit_bytes)
+    plan = choose_keeps(W2, W2_SIZES, W2_COMPUTE_S, H200, limit_bytes, max_trials=100)
     equal_s = []
     for part in range(9):
         for window in range(9):
