@@ -168,13 +168,11 @@ class Explanation:
             return f"auto: {self.state}"
         plain_ms = plan.plain_s * 1e3
         again_ms = plan.predicted.recompute_s * 1e3
-        late_ms = (plan.predicted_step_s - plan.predicted.step_s) * 1e3
         lines = [
             f"auto: {self.state}",
             f"A step of plain blocks computes {plain_ms:.1f} ms. Planned: "
             f"{plan.predicted_step_s * 1e3:.1f} ms, {plan.predicted_step_s * 1e3 / plain_ms:.3f} of it, of "
-            f"which {again_ms:.1f} ms recompute and {plan.predicted.stall_s * 1e3:.1f} ms stall for copies"
-            + (f", and {late_ms:.1f} ms wait for the host." if late_ms >= 0.05 else "."),
+            f"which {again_ms:.1f} ms recompute and {plan.predicted.stall_s * 1e3:.1f} ms stall for copies.",
         ]
         if self.total_bytes is not None and self.rest_bytes is not None and self.limit_bytes is not None:
             spare_bytes = self.total_bytes - self.rest_bytes - self.limit_bytes

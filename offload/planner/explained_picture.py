@@ -19,7 +19,7 @@ from offload.telemetry.drawing import byte_unit, require_matplotlib, time_unit
 __all__ = ["draw_explanation", "figure_of"]
 
 _KEPT, _MOVED, _RECOMPUTED = "#004488", "#DDAA33", "#BB5566"  # told apart in grey as well
-_REST, _FREE, _HOST = "#BBBBBB", "#F2F2F2", "#777777"
+_REST, _FREE = "#BBBBBB", "#F2F2F2"
 _WAITS, _PEAK = "#222222", "#7799BB"
 _DPI = 150
 _ROW, _MOST_HEIGHT = 0.24, 11.0  # inches, of a block and of the picture
@@ -113,7 +113,6 @@ def _times(axes: Any, plan: MixedPlan) -> None:
         ("computed once", plain_ms, _REST),
         ("recomputed", again_ms, _RECOMPUTED),
         ("waits for copies", waits_ms, _WAITS),
-        ("waits for the host", planned_ms - plan.predicted.step_s * 1e3, _HOST),
     ]
     left = 0.0
     for name, ms, color in parts:

@@ -197,7 +197,7 @@ def _menu_of(profile: BlockProfile) -> tuple[Menu, Keeps]:
     for number in range(len(entering) + 1):
         if number >= len(must):
             name = f"keep {num_calls} calls" if num_calls else "checkpoint"
-            levels.append(Level(name, waiting, max(0.0, again_s), 0.0, max(0, made_bytes)))
+            levels.append(Level(name, waiting, max(0.0, again_s), max(0, made_bytes)))
             num_kept[name] = number
         if number < len(entering):
             found = entering[number]

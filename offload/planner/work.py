@@ -157,7 +157,7 @@ class StepWork:
             ]
             if head_bytes:
                 blocks[chunk].append(
-                    Block(menu=(Level("head", 0, 0.0, 0.0, head_bytes),), forward_s=0.0, backward_s=0.0)
+                    Block(menu=(Level("head", 0, 0.0, head_bytes),), forward_s=0.0, backward_s=0.0)
                 )
             outside_s = measured_s - inside_s * scale
             for action in actions:

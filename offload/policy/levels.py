@@ -88,14 +88,9 @@ def units_a_chunk(num_chunks: int) -> int:
     return max(1, min(_MOST_UNITS_A_CHUNK, _UNITS // max(1, num_chunks)))
 
 
-def path_of(block: Block, host_weight: float) -> Levels:
-    """The places of the levels that a mixture could want if a host second costs `host_weight` device
-    seconds."""
-    priced = [
-        level._replace(name=str(at), recompute_s=level.recompute_s + host_weight * level.host_s)
-        for at, level in enumerate(block.menu)
-    ]
-    return tuple(int(level.name) for level in convex(priced))
+def path_of(block: Block) -> Levels:
+    """The places of the levels that a mixture could want."""
+    return tuple(block.menu.index(level) for level in convex(block.menu))
 
 
 def alike(paths: Sequence[Levels], step: int) -> Levels:

@@ -20,13 +20,11 @@ from offload.policy.actions import Action, ChunkKey, ChunkSizes, GroupSize, Life
 __all__ = [
     "Block",
     "ChunkBlocks",
-    "Host",
     "Level",
     "Menu",
     "action_seconds",
     "block_seconds",
     "convex",
-    "host_seconds",
 ]
 
 
@@ -34,15 +32,13 @@ class Level(NamedTuple):
     """One way to run a block.
 
     saved_bytes: what waits for the backward: kept on the device, or moved. recompute_s: device seconds that
-        the backward computes once more. host_s: host seconds beyond those of the plain block, forward and
-        backward together. made_again_bytes: what the recompute makes again, on the device from its begin to
-        the end of the block's backward.
+        the backward computes once more. made_again_bytes: what the recompute makes again, on the device from
+        its begin to the end of the block's backward.
     """
 
     name: str
     saved_bytes: int
     recompute_s: float
-    host_s: float = 0.0
     made_again_bytes: int = 0
 
     def scaled(self, factor: float) -> Level:
@@ -73,15 +69,13 @@ class Block:
     """Of what the plain block saves, what that W reads again."""
     i_passes: float = 0.0
     """Of it, what that W alone reads."""
-    host_s: float = 0.0
-    """Host seconds of the plain block, forward and backward together."""
     group: GroupSize | None = None
     """Of a block that is one group with one level: the group as it is simulated."""
 
     def __post_init__(self) -> None:
         if not self.menu:
             raise ValueError("the menu of a block has no level; give it the plain one at least")
-        least = min(self.forward_s, self.backward_s, self.host_s, *(min(level[1:]) for level in self.menu))
+        least = min(self.forward_s, self.backward_s, *(min(level[1:]) for level in self.menu))
         parts = (self.weight_part, self.w_reads, self.i_passes)
         if least < 0 or not all(0.0 <= part <= 1.0 for part in parts):
             raise ValueError(
@@ -100,8 +94,8 @@ class Block:
         return min(self.w_bytes, round(self.menu[0].saved_bytes * self.i_passes))
 
     def scaled(self, factor: float) -> Block:
-        """The block of a chunk with `factor` times as many tokens, whose bytes and device seconds grow with
-        them; what the host does stays."""
+        """The block of a chunk with `factor` times as many tokens, whose bytes and seconds grow with
+        them."""
         menu = tuple(level.scaled(factor) for level in self.menu)
         return replace(
             self, menu=menu, forward_s=self.forward_s * factor, backward_s=self.backward_s * factor
@@ -117,7 +111,7 @@ def group_blocks(sizes: ChunkSizes) -> dict[ChunkKey, list[Block]]:
     return {
         chunk: [
             Block(
-                menu=(Level(group.name, group.nbytes, 0.0, made_again_bytes=group.again_bytes),),
+                menu=(Level(group.name, group.nbytes, 0.0, group.again_bytes),),
                 forward_s=0.0,
                 backward_s=0.0,
                 w_reads=min(1.0, group.w_bytes / max(1, group.nbytes)),
@@ -127,17 +121,6 @@ def group_blocks(sizes: ChunkSizes) -> dict[ChunkKey, list[Block]]:
         ]
         for chunk, groups in sizes.items()
     }
-
-
-class Host(NamedTuple):
-    """What the host thread takes of a step beside its blocks.
-
-    seconds_per_moved_byte: for each byte that leaves the device, its way back included. rest_s: host seconds
-    of the step outside the blocks.
-    """
-
-    seconds_per_moved_byte: float = 0.0
-    rest_s: float = 0.0
 
 
 def block_seconds(block: Block, action: Action, life: Life) -> float:
@@ -166,12 +149,6 @@ def action_seconds(
         + rest_s.get(action, 0.0)
         for action in actions
     ]
-
-
-def host_seconds(actions: Sequence[Action], blocks: ChunkBlocks, host: Host) -> float:
-    """What the host takes for a step of plain blocks that moves nothing."""
-    chunks = (action.chunk for action in actions if action.kind == "F")
-    return host.rest_s + sum(block.host_s for chunk in chunks for block in blocks[chunk])
 
 
 def convex(levels: Sequence[Level]) -> Menu:

@@ -27,7 +27,7 @@ from offload.policy.levels import (
     path_of,
     units_a_chunk,
 )
-from offload.policy.menu import Block, ChunkBlocks, Host, action_seconds, host_seconds
+from offload.policy.menu import Block, ChunkBlocks, action_seconds
 from offload.policy.simulate import Simulation, simulate
 
 __all__ = ["MixedSearch", "MixtureProblem", "State", "Trial"]
@@ -61,7 +61,6 @@ class MixtureProblem:
     rates: Rates
     limit_bytes: int
     rest_s: Mapping[Action, float]
-    host: Host | None
     host_limit_bytes: int | None
 
 
@@ -88,7 +87,6 @@ class Trial(NamedTuple):
     """(bytes above the limits, seconds, bytes moved): smaller is better, in this order."""
     state: State
     result: Simulation
-    host_s: float
 
 
 class MixedSearch:
@@ -115,18 +113,10 @@ class MixedSearch:
         self._chunks = [action.chunk for action in problem.actions if action.kind == "F"]
         self._blocks = [tuple(problem.blocks[chunk]) for chunk in self._chunks]
         self._plain_s = sum(self._compute_s)
-        self._host = problem.host or Host()
-        self._plain_host_s = host_seconds(problem.actions, problem.blocks, self._host)
         self._halves = {action.chunk for action in problem.actions if action.kind == "I"}
         self._num_units = units_a_chunk(len(self._chunks))
-        # where the host may be late, levels that take it long are passed over as well as not
-        weights = (0.0,) if problem.host is None else (0.0, 1.0)
-        self._num_paths = len(weights)
-        self._paths = {
-            block: [path_of(block, weight) for weight in weights]
-            for own in self._blocks
-            for block in set(own)
-        }
+        path = {block: path_of(block) for own in self._blocks for block in set(own)}
+        self._paths = [[path[block] for block in own] for own in self._blocks]
         # that the W of a split backward reads of a chunk
         self._most_half_bytes = float(
             max((sum(block.w_bytes for block in problem.blocks[chunk]) for chunk in self._halves), default=0)
@@ -156,10 +146,8 @@ class MixedSearch:
     def uniform(self) -> Iterator[tuple[Levels, ...]]:
         """All chunks alike, from the last level to plain: every block at one level, and between two levels a
         part of the blocks at the further one."""
-        for path in range(self._num_paths):
-            paths = [[self._paths[block][path] for block in own] for own in self._blocks]
-            for step in range(most_steps(chain.from_iterable(paths)), -1, -1):
-                yield tuple(alike(own, step) for own in paths)
+        for step in range(most_steps(chain.from_iterable(self._paths)), -1, -1):
+            yield tuple(alike(own, step) for own in self._paths)
 
     def try_amounts(self, levels: tuple[Levels, ...]) -> None:
         """Keep equal parts of all chunks, or most of those that are read soonest."""
@@ -281,9 +269,8 @@ class MixedSearch:
         over_bytes = max(0, result.peak_bytes - problem.limit_bytes)
         if problem.host_limit_bytes is not None:
             over_bytes += max(0, result.host_peak_bytes - problem.host_limit_bytes)
-        host_s = self._host_s(state.levels, result.moved_bytes) if problem.host is not None else 0.0
-        score = (over_bytes, float(f"{max(result.step_s, host_s):.7g}"), float(result.moved_bytes))
-        trial = Trial(score, state._replace(window_bytes=float(room)), result, host_s)
+        score = (over_bytes, float(f"{result.step_s:.7g}"), float(result.moved_bytes))
+        trial = Trial(score, state._replace(window_bytes=float(room)), result)
         if here is None:
             self._starts.append(trial)
         if self.best is None or score < self.best.score:
@@ -305,7 +292,7 @@ class MixedSearch:
             while self._halves and self._try_again_room(change):
                 improved = True
             for chunks in runs:
-                while any(self._try_path(path, chunks, change) for path in range(self._num_paths)):
+                while self._try_levels(chunks, change):
                     improved = True
                 while self._try_kept(chunks, change):
                     improved = True
@@ -334,13 +321,12 @@ class MixedSearch:
             kept[at] = min(max(min(kept[at], total) + change * total, 0.0), float(total))
         return self.try_state(state._replace(kept_bytes=tuple(kept)))
 
-    def _try_path(self, path: int, chunks: Sequence[int], change: float) -> bool:
-        """Part of the blocks of these chunks one level further from plain on this path (change > 0), the
-        least far ones first, or one level nearer."""
+    def _try_levels(self, chunks: Sequence[int], change: float) -> bool:
+        """Part of the blocks of these chunks one level further from plain (change > 0), the least far ones
+        first, or one level nearer."""
         state, levels = self._state, list(self._state.levels)
         for at in chunks:
-            paths = [self._paths[block][path] for block in self._blocks[at]]
-            levels[at] = moved(paths, levels[at], change)
+            levels[at] = moved(self._paths[at], levels[at], change)
         changed = tuple(levels)
         if changed == state.levels:
             return False
@@ -385,10 +371,6 @@ class MixedSearch:
             again_s = [block.menu[at].recompute_s for block, at in zip(own, chosen, strict=True) if at]
             total_s += sum(again_s) + (sum(again_s[left:]) if chunk in self._halves else 0.0)
         return total_s
-
-    def _host_s(self, levels: tuple[Levels, ...], moved_bytes: int) -> float:
-        chosen_s = sum(block.menu[level].host_s for block, level in self._pairs(levels))
-        return self._plain_host_s + chosen_s + moved_bytes * self._host.seconds_per_moved_byte
 
     def _again_room(self, levels: tuple[Levels, ...]) -> int:
         """The most that one recompute has on the device: what it reads, and what it makes again."""

@@ -20,7 +20,7 @@ from offload.policy.actions import Action, ChunkKey, ChunkSizes, GroupSize, Keep
 from offload.policy.keeps import left_peak_bytes, tail_keeps
 from offload.policy.lengths import nearest
 from offload.policy.levels import Levels, groups_at, num_leaving
-from offload.policy.menu import ChunkBlocks, Host, action_seconds, group_blocks
+from offload.policy.menu import ChunkBlocks, action_seconds, group_blocks
 from offload.policy.mixed_search import MixedSearch, MixtureProblem, State
 from offload.policy.simulate import Simulation
 
@@ -52,8 +52,6 @@ class MixedPlan:
     fits: bool
     """False where no tried plan keeps within the limits."""
     predicted: Simulation
-    host_s: float
-    """Host seconds of the step; 0 where no host was given."""
     num_trials: int
     """Simulated steps that the choice took."""
     problem: MixtureProblem
@@ -66,8 +64,7 @@ class MixedPlan:
 
     @property
     def predicted_step_s(self) -> float:
-        """The device or the host, whichever takes longer."""
-        return max(self.predicted.step_s, self.host_s)
+        return self.predicted.step_s
 
     @property
     def keeps(self) -> Keeps:
@@ -138,7 +135,6 @@ def choose_mixture(
     limit_bytes: int,
     *,
     rest_s: Mapping[Action, float] = {},
-    host: Host | None = None,
     host_limit_bytes: int | None = None,
     max_trials: int | None = None,
     patience: int = 1,
@@ -149,8 +145,7 @@ def choose_mixture(
     """The plan with the shortest simulated step that fits; of equal ones, that which moves fewest bytes.
 
     limit_bytes: the device's memory less weights, gradients and the working set of plain blocks. rest_s:
-        device seconds of each action outside the blocks. host: None for a host that is never late.
-        host_limit_bytes: what may be away at once.
+        device seconds of each action outside the blocks. host_limit_bytes: what may be away at once.
     max_trials: steps to simulate at most; None for as many as about 0.5 s of host time allow, `patience`
         times.
     known: plans of the same step for other limits. What fits less fits more, so with them a larger limit
@@ -173,7 +168,6 @@ def choose_mixture(
         rates=rates,
         limit_bytes=limit_bytes,
         rest_s=rest_s,
-        host=host,
         host_limit_bytes=host_limit_bytes,
     )
     search = MixedSearch(problem, max_trials, rest, patience, most_s)
@@ -223,7 +217,6 @@ def cheapest_mixture(
     rates: Rates,
     *,
     rest_s: Mapping[Action, float] = {},
-    host: Host | None = None,
     most_slower: float = 0.01,
     max_trials: int | None = None,
     patience: int = 1,
@@ -233,7 +226,7 @@ def cheapest_mixture(
     at most `most_slower` above that which gives up nothing. Raises as `choose_mixture`."""
     if most_slower < 0:
         raise ValueError(f"most_slower is {most_slower}; give 0 or more")
-    choose = partial(choose_mixture, actions, blocks, rates, rest_s=rest_s, host=host, rest=rest)
+    choose = partial(choose_mixture, actions, blocks, rates, rest_s=rest_s, rest=rest)
     enough = sum(block.menu[0].saved_bytes for own in blocks.values() for block in own)
     found = choose(enough, max_trials=1)
     # 1e-9: the same seconds, summed in another order, are a little more or less
@@ -291,7 +284,6 @@ def _plan_of(search: MixedSearch) -> MixedPlan:
         again_room_bytes=round(state.again_room_bytes),
         fits=trial.score[0] == 0,
         predicted=trial.result,
-        host_s=trial.host_s,
         num_trials=search.num_trials,
         problem=search.problem,
     )

@@ -81,6 +81,13 @@ class Piece:
         recomputed_bytes = self.checkpointed_working_bytes + kept_bytes
         return self.input_bytes + min(self.forward_working_bytes, recomputed_bytes)
 
+    def more_host_s(self, level: Level) -> float:
+        """Host seconds of a step beyond those of the plain module."""
+        if level == self.menu[0]:
+            return 0.0
+        plain_s = self.forward_host_s + self.backward_host_s
+        return plain_s * (CHECKPOINT_HOST if level == self.menu[-1] else SELECTIVE_HOST)
+
 
 def seconds_of(call: Call, gpu: Gpu, gpus_per_host: int) -> float:
     """What one call takes of the device. A collective is counted as if nothing ran beside it."""
@@ -121,7 +128,6 @@ def piece_of(
         for calls in (((), ()) if halves is None else (halves.input, halves.weight))
     )
     forward_host_s, backward_host_s = (gpu.call_s * len(calls) for calls in (seen.forward, seen.backward))
-    host_s = forward_host_s + backward_host_s
     plain = Level("plain", seen.saved_bytes, 0.0)
     return Piece(
         name=name,
@@ -143,12 +149,12 @@ def piece_of(
         checkpointed_working_bytes=(checkpointed or seen).forward_working_bytes,
         backward_working_bytes=seen.backward_working_bytes,
         moving_working_bytes=seen.moving_working_bytes,
-        menu=_menu(seen, forward, host_s) if is_layer else (plain,),
-        selective=_selective(seen, forward, host_s) if is_layer else None,
+        menu=_menu(seen, forward) if is_layer else (plain,),
+        selective=_selective(seen, forward) if is_layer else None,
     )
 
 
-def _level(name: str, seen: Trace, seconds: Sequence[float], kept: Collection[int], host_s: float) -> Level:
+def _level(name: str, seen: Trace, seconds: Sequence[float], kept: Collection[int]) -> Level:
     """The recompute runs every call up to the last that makes something saved, but for those kept, by their
     places."""
     again = range(seen.last_saving_call + 1)
@@ -158,12 +164,11 @@ def _level(name: str, seen: Trace, seconds: Sequence[float], kept: Collection[in
         name,
         saved_bytes=seen.input_bytes + sum(call.made_bytes for call in kept_calls),
         recompute_s=sum(seconds[at] for at in again if at not in kept),
-        host_s=host_s * (SELECTIVE_HOST if kept else CHECKPOINT_HOST),
         made_again_bytes=seen.saved_bytes - here_bytes,
     )
 
 
-def _menu(seen: Trace, seconds: Sequence[float], host_s: float) -> Menu:
+def _menu(seen: Trace, seconds: Sequence[float]) -> Menu:
     """Plain; then ever fewer calls kept, those that save the most seconds a byte the longest; then none.
     Collectives are kept but at the last level, where a recompute runs them again."""
     again = range(seen.last_saving_call + 1)
@@ -173,10 +178,10 @@ def _menu(seen: Trace, seconds: Sequence[float], host_s: float) -> Menu:
         key=lambda at: seconds[at] / seen.forward[at].made_bytes,
         reverse=True,
     )
-    levels = [Level("plain", seen.saved_bytes, 0.0), _level("checkpoint", seen, seconds, (), host_s)]
+    levels = [Level("plain", seen.saved_bytes, 0.0), _level("checkpoint", seen, seconds, ())]
     for count in range(1, len(by_worth)):
         kept = collectives.union(by_worth[:count])
-        levels.append(_level(f"keep {len(kept)} calls", seen, seconds, kept, host_s))
+        levels.append(_level(f"keep {len(kept)} calls", seen, seconds, kept))
     found = convex(levels)
     if len(found) > _MOST_LEVELS:
         # evenly by what they save, the first and the last among them
@@ -185,6 +190,6 @@ def _menu(seen: Trace, seconds: Sequence[float], host_s: float) -> Menu:
     return found
 
 
-def _selective(seen: Trace, seconds: Sequence[float], host_s: float) -> Level:
+def _selective(seen: Trace, seconds: Sequence[float]) -> Level:
     kept = {at for at in range(seen.last_saving_call + 1) if seen.forward[at].flops}
-    return _level("selective", seen, seconds, kept, host_s)
+    return _level("selective", seen, seconds, kept)

@@ -8,7 +8,6 @@ step to step.
 from __future__ import annotations
 
 from offload.policy.keeps import tail_keeps
-from offload.policy.menu import Host
 from offload.policy.mixture import choose_keeps, choose_mixture
 
 from .job import Job
@@ -26,8 +25,6 @@ by more than this part of it."""
 _MOST_TRIALS, _FEWEST_TRIALS, _UNIT_TRIALS = 100, 12, 60_000
 """Simulated steps of one position's choice; and groups times steps of all positions, about 1 s of host
 time."""
-_HOST_S_PER_MOVED_BYTE = 60e-6 / (1 << 26)
-"""A moved tensor costs the host 60 microseconds; one of 64 MiB is taken for typical."""
 
 
 def plan_rank(job: Job, mode: Mode, step: RankStep, held_bytes: int) -> RankPlan:
@@ -83,7 +80,6 @@ def _mixed(job: Job, step: RankStep, room_bytes: int, max_trials: int) -> RankPl
         step.rates,
         room_bytes,
         rest_s=step.rest_s,
-        host=Host(seconds_per_moved_byte=_HOST_S_PER_MOVED_BYTE),
         host_limit_bytes=share,
         max_trials=max_trials,
     )

@@ -208,7 +208,8 @@ class RankStep:
         pieces = self._stages[action.stage].pieces
         if action.kind == "F":
             return sum(piece.forward_host_s for piece in pieces)
-        whole_s = sum(piece.backward_host_s for piece in pieces) + sum(level.host_s for level in levels)
+        whole_s = sum(piece.backward_host_s for piece in pieces)
+        whole_s += sum(map(Piece.more_host_s, _layers(self._stages[action.stage]), levels))
         return whole_s / 2 if action.chunk in self._halved else whole_s
 
     def _rest_s(self, action: Action) -> float:
@@ -326,7 +327,6 @@ def _block(piece: Piece, mode: Mode) -> Block:
         weight_part=piece.weight_s / (piece.input_s + piece.weight_s) if piece.weight_s else 0.5,
         w_reads=min(1.0, piece.weight_bytes / piece.saved_bytes) if piece.weight_bytes else 1.0,
         i_passes=piece.passed_bytes / piece.saved_bytes if piece.passed_bytes else 0.0,
-        host_s=piece.forward_host_s + piece.backward_host_s,
     )
 
 

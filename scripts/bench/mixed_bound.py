@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from bench.mixed_program import MixedBound, MixedProgram
 from offload.planner.explained import Explanation
 from offload.policy.actions import Action, Rates
-from offload.policy.menu import ChunkBlocks, Host, action_seconds, host_seconds
+from offload.policy.menu import ChunkBlocks, action_seconds
 from offload.policy.mixture import MixedPlan
 
 __all__ = ["explained_bound_ms", "least_mixed_step", "plan_bound"]
@@ -28,14 +28,13 @@ def least_mixed_step(
     cap_bytes: int,
     *,
     rest_s: Mapping[Action, float] = {},
-    host: Host | None = None,
     host_limit_bytes: int | None = None,
     slices: int | None = None,
 ) -> MixedBound:
     """Solve the program for one rank.
 
     cap_bytes: what saved activations may take on the device. rest_s: device seconds of each action outside
-        the blocks. host: None for a host that is never late. host_limit_bytes: what may be away at once.
+        the blocks. host_limit_bytes: what may be away at once.
     slices: parts of an action at most, as far as they stay affordable; None for one for each block. More are
         nearer to the truth, from below.
 
@@ -52,9 +51,7 @@ def least_mixed_step(
     action_s = action_seconds(actions, blocks, rest_s)
     program = MixedProgram(actions, blocks, rates, rest_s, slices or _MOST_SLICES)
     program.limit(cap_bytes, host_limit_bytes)
-    if host is not None:
-        program.limit_host(host, host_seconds(actions, blocks, host))
-    bound = program.solve(sum(action_s), host, host_seconds(actions, blocks, host or Host()))
+    bound = program.solve(sum(action_s))
     if bound is None:
         raise ValueError(
             f"no step fits cap_bytes {cap_bytes:,} and host_limit_bytes {host_limit_bytes or 0:,}, whatever "
@@ -73,7 +70,6 @@ def plan_bound(plan: MixedPlan, limit_bytes: int | None = None) -> MixedBound:
         problem.rates,
         problem.limit_bytes if limit_bytes is None else limit_bytes,
         rest_s=problem.rest_s,
-        host=problem.host,
         host_limit_bytes=problem.host_limit_bytes,
     )
 

@@ -12,11 +12,10 @@
                 out, in and away within what the link carries; away only of what is made, not given up, unread
                 made - read - given - away <= cap at the end of each slice
                 away of all chunks <= host limit
-                host seconds of blocks, levels, moved bytes and the rest <= sum t                    the host
 
 A chunk's backward reads last what its forward made first. So of a chunk the bytes that are away can always be
 those made first, and one flow says as much as one for each block. Shares of a block may run at several
-levels, so a menu need not be convex. The host is one lane that no wait of the device holds up.
+levels, so a menu need not be convex.
 
 What only engines need is left out: room for what a recompute makes again, and what the I of a split backward
 leaves of that for its W. One invariant: every simplification lets the program do more than an engine can,
@@ -34,7 +33,7 @@ from typing import NamedTuple
 
 from bench.linear import Ranges, Rows, Solution, minimise
 from offload.policy.actions import Action, ChunkKey, Life, Rates, lives_of
-from offload.policy.menu import Block, ChunkBlocks, Host, Level, block_seconds
+from offload.policy.menu import Block, ChunkBlocks, Level, block_seconds
 
 __all__ = ["MixedBound", "MixedProgram", "num_flows"]
 
@@ -57,8 +56,6 @@ class MixedBound:
     """Device seconds of recomputing."""
     recomputed_bytes: int
     """Bytes that were never made in a forward."""
-    host_s: float
-    """Host seconds of the step; 0 where no host was given."""
     given_bytes: Mapping[ChunkKey, tuple[float, ...]]
     """What each block gives up."""
     kept_bytes: Mapping[ChunkKey, float]
@@ -172,12 +169,7 @@ class MixedProgram:
                     limit = host_limit_bytes / self._byte_unit
                     self._at_most.add([(away, 1.0) for away in aways], limit)
 
-    def limit_host(self, host: Host, plain_s: float) -> None:
-        row = [(column, -1.0) for column in range(self._num_slices)]
-        row += [(column, seconds / self._time_unit) for column, seconds in self._host_costs(host)]
-        self._at_most.add(row, -plain_s / self._time_unit)
-
-    def solve(self, compute_s: float, host: Host | None, host_plain_s: float) -> MixedBound | None:
+    def solve(self, compute_s: float) -> MixedBound | None:
         durations = range(self._num_slices)
         costs = dict.fromkeys(durations, 1.0)
         leaving = [out for outs in self._outs for out in outs]
@@ -190,17 +182,9 @@ class MixedProgram:
         self._at_most.add([(at, 1.0) for at in durations], step * (1 + 1e-7) + 1e-7)
         fewest = dict.fromkeys(leaving, 1.0)
         least = minimise(fewest, self._ranges, self._at_most, self._equal) or least
-        return self._answer(least, step, -per_limit, compute_s, host, host_plain_s)
+        return self._answer(least, step, -per_limit, compute_s)
 
-    def _answer(
-        self,
-        solution: Solution,
-        step: float,
-        per_byte: float,
-        compute_s: float,
-        host: Host | None,
-        host_plain_s: float,
-    ) -> MixedBound:
+    def _answer(self, solution: Solution, step: float, per_byte: float, compute_s: float) -> MixedBound:
         values = solution.values
         given: dict[ChunkKey, tuple[float, ...]] = {}
         kept: dict[ChunkKey, float] = {}
@@ -221,9 +205,6 @@ class MixedProgram:
             total = sum(block.menu[0].saved_bytes for block in self._blocks[chunk]) - sum(given_of)
             away = max((values[column] for column in self._chunk_aways[chunk]), default=0.0)
             kept[chunk] = max(0.0, total - away * self._byte_unit)
-        host_s = 0.0
-        if host is not None:
-            host_s = host_plain_s + sum(values[at] * seconds for at, seconds in self._host_costs(host))
         return MixedBound(
             # the solver's tolerance may leave the sum a hair under the compute
             step_s=max(step * self._time_unit, compute_s),
@@ -231,24 +212,10 @@ class MixedProgram:
             moved_bytes=round(sum(values[out] for outs in self._outs for out in outs) * self._byte_unit),
             recomputed_s=recomputed_s,
             recomputed_bytes=round(sum(map(sum, given.values()))),
-            host_s=host_s,
             given_bytes=given,
             kept_bytes=kept,
             seconds_per_byte=max(0.0, per_byte) * self._time_unit / self._byte_unit,
         )
-
-    def _host_costs(self, host: Host) -> list[tuple[int, float]]:
-        """Host seconds for one unit of each column."""
-        costs = [
-            (column, level.host_s)
-            for parts in self._parts.values()
-            for part in parts
-            for kind in part
-            for column, level in kind.levels()
-            if level.host_s
-        ]
-        moved_s = host.seconds_per_moved_byte * self._byte_unit
-        return costs + [(out, moved_s) for outs in self._outs for out in outs if moved_s]
 
     def _slices_of(self, action: Action) -> list[Sequence[Block]]:
         """The parts of the action's chunk in the order in which it computes them."""

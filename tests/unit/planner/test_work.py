@@ -11,7 +11,7 @@ from offload.policy.actions import Action
 from offload.policy.menu import Level, Menu
 
 F, B = Action("F", 0, 0), Action("B", 0, 0)
-MENU = (Level("plain", 100, 0.0), Level("checkpoint", 10, 1.0, 0.5, 90))
+MENU = (Level("plain", 100, 0.0), Level("checkpoint", 10, 1.0, 90))
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def test_a_head_is_a_block_that_saves_nothing_and_wants_room() -> None:
     work = StepWork.of((F, B), {F: 1.5, B: 3.0}, ran, head_bytes=40)
     assert work is not None
     head = work.blocks[0, 0][-1]
-    assert (head.forward_s, head.menu) == (0.0, (Level("head", 0, 0.0, 0.0, 40),))
+    assert (head.forward_s, head.menu) == (0.0, (Level("head", 0, 0.0, 40),))
 
 
 def test_a_split_backward_takes_off_what_each_half_computed_again_and_knows_what_the_weight_half_reads() -> (

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from offload.policy.actions import Action, ChunkKey, Rates, one_f_one_b
 from offload.policy.keeps import tail_keeps
 from offload.policy.levels import groups_at, num_leaving, units_a_chunk
-from offload.policy.menu import Block, Host, Level, Menu, action_seconds, convex, host_seconds
+from offload.policy.menu import Block, Level, Menu, action_seconds, convex
 from offload.policy.mixture import MixedPlan, choose_keeps
 from offload.policy.simulate import Simulation, simulate
 
@@ -16,14 +16,7 @@ GB, MB = 10**9, 10**6
 H200 = Rates(d2h_bytes_per_s=55.3 * GB, h2d_bytes_per_s=55.4 * GB, duplex_bytes_per_s=102.5 * GB)
 
 
-def menu_of(
-    plain_bytes: int,
-    input_bytes: int,
-    cheap_s: float,
-    calls: Sequence[tuple[int, float]],
-    checkpoint_host_s: float = 0.0,
-    selective_host_s: float = 0.0,
-) -> Menu:
+def menu_of(plain_bytes: int, input_bytes: int, cheap_s: float, calls: Sequence[tuple[int, float]]) -> Menu:
     """Plain; all of `calls`, (bytes, seconds), kept; then without the cheapest for its bytes, one after the
     other; the input alone."""
     by_price = sorted(calls, key=lambda call: call[1] / call[0])
@@ -31,9 +24,7 @@ def menu_of(
     for dropped in range(len(by_price) + 1):
         saved = input_bytes + sum(nbytes for nbytes, _ in by_price[dropped:])
         seconds = cheap_s + sum(seconds for _, seconds in by_price[:dropped])
-        last = dropped == len(by_price)
-        host_s = checkpoint_host_s if last else selective_host_s
-        levels.append(Level(f"{len(calls) - dropped} kept", saved, seconds, host_s, plain_bytes - saved))
+        levels.append(Level(f"{len(calls) - dropped} kept", saved, seconds, plain_bytes - saved))
     return convex(levels)
 
 
@@ -59,18 +50,16 @@ class Stage(NamedTuple):
 
     actions: tuple[Action, ...]
     blocks: dict[ChunkKey, list[Block]]
-    host: Host | None = None
 
     @classmethod
-    def of(cls, actions: Sequence[Action], block: Block, num_blocks: int, host: Host | None = None) -> Stage:
+    def of(cls, actions: Sequence[Action], block: Block, num_blocks: int) -> Stage:
         """Every chunk with so many equal blocks."""
         chunks = [action.chunk for action in actions if action.kind == "F"]
-        return cls(tuple(actions), {chunk: [block] * num_blocks for chunk in chunks}, host)
+        return cls(tuple(actions), {chunk: [block] * num_blocks for chunk in chunks})
 
     @property
     def plain_s(self) -> float:
-        host_s = 0.0 if self.host is None else host_seconds(self.actions, self.blocks, self.host)
-        return max(sum(action_seconds(self.actions, self.blocks, {})), host_s)
+        return sum(action_seconds(self.actions, self.blocks, {}))
 
 
 W2_BLOCK = Block(
@@ -101,26 +90,19 @@ LARGE_BLOCK = Block(
 LARGE = Stage.of(one_f_one_b(1, 4, 12), LARGE_BLOCK, 6)
 LARGE_INTERLEAVED = Stage.of(interleaved(1, 4, 2, 12), LARGE_BLOCK, 3)
 
-_SMALL_HOST_S = 1.7e-3
 SMALL_BLOCK = Block(
     menu=menu_of(
         147 * MB,
         8 * MB,
         0.06e-3,
         [(8 * MB, 0.06e-3), *((size * MB, size * 5e-6) for size in (8, 2, 2, 8, 23, 23))],
-        checkpoint_host_s=1.9 * _SMALL_HOST_S / 2,
-        selective_host_s=4.9 * _SMALL_HOST_S / 2,
     ),
     forward_s=0.55e-3,
     backward_s=1.1e-3,
-    host_s=_SMALL_HOST_S,
 )
-"""A layer of W5, whose operators are as short on the device as the host takes to launch them. Forward and
-recompute of a checkpointed block take the host 2.9 plain forwards, of a selective one 5.9."""
-SMALL_HOST = Host(seconds_per_moved_byte=14 * 60e-6 / (147 * MB), rest_s=0.02)
-"""Fourteen tensors a block, 60 microseconds each."""
-SMALL = Stage.of(one_f_one_b(0, 4, 16), SMALL_BLOCK, 16, SMALL_HOST)
-SMALL_INTERLEAVED = Stage.of(interleaved(0, 4, 2, 16), SMALL_BLOCK, 8, SMALL_HOST)
+"""A layer of W5, whose operators are short."""
+SMALL = Stage.of(one_f_one_b(0, 4, 16), SMALL_BLOCK, 16)
+SMALL_INTERLEAVED = Stage.of(interleaved(0, 4, 2, 16), SMALL_BLOCK, 8)
 
 
 def alike_s(stage: Stage, limit_bytes: int, max_trials: int) -> dict[str, float]:
@@ -135,19 +117,10 @@ def alike_s(stage: Stage, limit_bytes: int, max_trials: int) -> dict[str, float]
             for chunk, own in stage.blocks.items()
         }
         sizes = {chunk: groups_at(own, at[chunk], units) for chunk, own in stage.blocks.items()}
-        levels = [
-            block.menu[of]
-            for chunk, own in stage.blocks.items()
-            for block, of in zip(own, at[chunk], strict=True)
-        ]
         plan = choose_keeps(stage.actions, sizes, compute_s, H200, limit_bytes, max_trials=max_trials)
         if plan.predicted_peak_bytes <= limit_bytes:
-            host_s = 0.0
-            if stage.host is not None:
-                host_s = host_seconds(stage.actions, stage.blocks, stage.host)
-                host_s += sum(one.host_s for one in levels)
-                host_s += plan.predicted.moved_bytes * stage.host.seconds_per_moved_byte
-            found[levels[0].name] = max(plan.predicted_step_s, host_s)
+            block = stage.blocks[stage.actions[0].chunk][0]
+            found[block.menu[level].name] = plan.predicted_step_s
     return found
 
 

@@ -48,9 +48,7 @@ def live_bytes(stage: Stage) -> int:
 
 
 def chosen(stage: Stage, limit_bytes: int, max_trials: int | None = None) -> MixedPlan:
-    return choose_mixture(
-        stage.actions, stage.blocks, H200, limit_bytes, host=stage.host, max_trials=max_trials
-    )
+    return choose_mixture(stage.actions, stage.blocks, H200, limit_bytes, max_trials=max_trials)
 
 
 def bound_s(plan: MixedPlan) -> float:
@@ -133,7 +131,7 @@ def test_a_scaled_plan_fits_chunks_of_other_lengths() -> None:
 def test_of_a_tiny_step_no_choice_of_levels_and_of_what_stays_is_better() -> None:
     """Two chunks of two blocks: every level of each, every end of each chunk that can stay, some windows. The
     bound is under the best of them, the plan is the best of them."""
-    menu = (Level("plain", 12, 0.0), Level("selective", 6, 0.3, 0.0, 6), Level("checkpoint", 2, 1.5, 0.0, 10))
+    menu = (Level("plain", 12, 0.0), Level("selective", 6, 0.3, 6), Level("checkpoint", 2, 1.5, 10))
     own = [Block(menu=menu, forward_s=1.0, backward_s=2.0)] * 2
     blocks: dict[ChunkKey, list[Block]] = {(0, 0): own, (0, 1): own}
     actions = one_f_one_b(0, 2, 2)
@@ -194,7 +192,7 @@ def test_no_plan_that_runs_all_blocks_alike_is_better_in_any_cell(name: str, par
 def test_a_split_backward_keeps_for_its_weight_half_what_there_is_room_for() -> None:
     """Two chunks whose input halves run long before their weight halves, which read two fifths."""
     block = Block(
-        menu=(Level("plain", 100, 0.0), Level("checkpoint", 10, 0.5, 0.0, 90)),
+        menu=(Level("plain", 100, 0.0), Level("checkpoint", 10, 0.5, 90)),
         forward_s=1.0,
         backward_s=2.0,
         w_reads=0.4,

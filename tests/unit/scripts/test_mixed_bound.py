@@ -21,7 +21,7 @@ from bench.mixed_program import num_flows
 from offload.policy.actions import Action, ChunkKey, GroupSize, Rates, one_f_one_b
 from offload.policy.keeps import tail_keeps
 from offload.policy.levels import groups_at
-from offload.policy.menu import Block, Host, Level, action_seconds, convex
+from offload.policy.menu import Block, Level, action_seconds, convex
 from offload.policy.simulate import simulate
 
 GB = 10**9
@@ -65,20 +65,6 @@ def test_with_a_dead_link_it_is_checkpointing_of_as_many_blocks_as_do_not_fit() 
     assert bound.kept_bytes[0, 0] == pytest.approx(16, rel=1e-2)
     # a byte more on the device is an eighth of a recompute less
     assert bound.seconds_per_byte == pytest.approx(1 / 8, rel=1e-2)
-
-
-def test_the_host_bounds_a_step_whose_selective_levels_take_it_long() -> None:
-    """A block takes the host 2 s plain, 10 more at the selective level and 4 more at the last one; the
-    device 3 s. What gives up the same bytes at the cheaper host cost is chosen."""
-    menu = (Level("plain", 10, 0.0), Level("selective", 5, 0.1, 10.0), Level("checkpoint", 0, 1.0, 4.0))
-    own = [Block(menu=menu, forward_s=1.0, backward_s=2.0, host_s=2.0)] * 2
-    actions = [Action("F", 0, 0), Action("B", 0, 0)]
-    free = least_mixed_step(actions, {(0, 0): own}, NOTHING, 10)
-    assert free.step_s == pytest.approx(6.2, rel=1e-4)
-    late = least_mixed_step(actions, {(0, 0): own}, NOTHING, 10, host=Host(0.0, 1.0))
-    # one block's worth of checkpoints: 2 x 2 + 1 + 4 host seconds
-    assert late.step_s == pytest.approx(9.0, rel=1e-3)
-    assert late.host_s == pytest.approx(9.0, rel=1e-3)
 
 
 def test_a_host_limit_leaves_only_recomputing() -> None:
