@@ -11,7 +11,7 @@ holds of this step.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -98,11 +98,9 @@ class ChunkGroups:
     def _new_group(self, name: str) -> Group:
         return Group(name)
 
-    def on_group_start_forward(
-        self, name: str, *, required: bool = False, cost: Cost | None = None, alike: Hashable = None
-    ) -> Group:
+    def on_group_start_forward(self, name: str, *, required: bool = False, cost: Cost | None = None) -> Group:
         """Open the next group. Its tensors may leave from now on; `close` and `send` end it. required: no
-        plan keeps it on the device. cost, alike: of its block, where they are known."""
+        plan keeps it on the device. cost: of its block, where it is known."""
         with self.engine.lock:
             index = self._index
             if index < len(self.groups) and self.groups[index].name == name:
@@ -117,9 +115,6 @@ class ChunkGroups:
             group.required = required
             group.cost = cost
             group.stays = self._stays(index) and not required
-            known = group.stays and self.do_offload and alike is not None and alike == group.alike
-            group.whole = group.sizes() if known else None
-            group.alike = alike
             group.committed = group.sent = group.hooked = group.encloses = False
             outer = self.innermost_open()
             if outer is not None:

@@ -6,12 +6,11 @@ One invariant: a group object is recorded once and used again in every step; wha
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import NamedTuple
 
 from offload.saved.chunk import SavedGroup
 
-__all__ = ["HEAD", "KEPT", "ROUTING", "Cost", "Group", "Sizes"]
+__all__ = ["HEAD", "KEPT", "ROUTING", "Cost", "Group"]
 
 KEPT = "kept"
 """Group of the outputs that mode "auto" does not recompute. No user named it, so no warning blames it for
@@ -35,15 +34,6 @@ class Cost(NamedTuple):
     again_bytes: int = 0
 
 
-class Sizes(NamedTuple):
-    """What a group saved: its figures of the same names."""
-
-    total_offload_bytes: int
-    total_tensor_count: int
-    logical_bytes: int
-    slot_bytes: tuple[tuple[int, int], ...]
-
-
 class Group:
     """One group of a chunk.
 
@@ -57,10 +47,9 @@ class Group:
     the device for its W. since: autograd's number of the first node after its start. replayed: of saved
     tensors that stay because CUDA graphs of torch.compile own their memory, bytes by address. stays: the plan
     keeps it on the device. required: it leaves whatever the plan would keep. cost: None where it is not
-    known. alike: equal in two steps in which it saves alike; None if that is not known. whole: what it is to
-    save, where all of it stays and need not be looked at. hooked: its saves were asked for since its start.
-    encloses: another group was started in it. committed: its end was marked. sent: what it saved until then
-    has been sent, which a delayed commit does later.
+    known. hooked: its saves were asked for since its start. encloses: another group was started in it.
+    committed: its end was marked. sent: what it saved until then has been sent, which a delayed commit does
+    later.
     """
 
     def __init__(self, name: str) -> None:
@@ -68,8 +57,6 @@ class Group:
             raise ValueError(f"a group's name is {name!r}, must be a non-empty string such as 'core_attn'")
         self.name = name
         self.cost: Cost | None = None
-        self.alike: Hashable = None
-        self.whole: Sizes | None = None
         self.stays = False
         self.required = False
         self.hooked = False
@@ -87,9 +74,3 @@ class Group:
         self.replayed: dict[int, int] = {}
         self.committed = False
         self.sent = False
-
-    def sizes(self) -> Sizes | None:
-        """Sizes of what it saved in the last step; None where it saved nothing."""
-        if not self.total_offload_bytes:
-            return None
-        return Sizes(self.total_offload_bytes, self.total_tensor_count, self.logical_bytes, self.slot_bytes)

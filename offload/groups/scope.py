@@ -48,38 +48,9 @@ class GroupScope:
         group, saved, handler = self._group, self._saved, self._handler
         if group.committed or saved is None or group.saved is not saved or not handler.do_offload:
             return None
-        if group.whole is not None:
-            handle = self._take_whole(tensor)
-            if handle is not None:
-                return handle
         if not tensor.requires_grad:
             saved.unwritten_until = torch._C._autograd._get_sequence_nr()
         return handler.engine.store.save(tensor, handler.saved, saved)
-
-    def _take_whole(self, tensor: torch.Tensor) -> Handle | None:
-        """The first save of a group that stays, and saves what it saved in the step before: all of it is
-        counted with this tensor, which the backward reads last, and what follows is autograd's own. The hooks
-        would cost the host 50 microseconds a save, to find out what is known."""
-        group, saved, handler = self._group, self._saved, self._handler
-        whole, group.whole = group.whole, None
-        engine, chunk, storage = handler.engine, handler.saved, tensor.untyped_storage()
-        hooks = engine.hooks
-        assert whole is not None
-        assert saved is not None
-        if (
-            saved.slots
-            or storage._cdata in chunk.table
-            or tensor.nbytes != storage.nbytes()
-            or not tensor.is_contiguous()
-            or not engine.transfers.may_keep(whole.total_offload_bytes)
-            or not hooks.may_leave(self)
-        ):
-            return None
-        handle = engine.store.save(tensor, chunk, saved, whole_bytes=whole.total_offload_bytes)
-        hooks.leave(self)
-        saved.nbytes, saved.slots, saved.logical_bytes, _ = whole
-        saved.slot_bytes = dict(whole.slot_bytes)
-        return handle
 
     def note_replayed(self, tensor: torch.Tensor) -> None:
         self._group.replayed[tensor.untyped_storage().data_ptr()] = tensor.numel() * tensor.element_size()

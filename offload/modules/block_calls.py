@@ -47,10 +47,6 @@ Kept = frozenset[tuple[Any, int]]
 _MOST_LENGTHS = 1024
 """Of which profiles are at hand; another one takes well below a millisecond."""
 
-_LOOK_EVERY = 61
-"""Steps: in one of them calls that are known to save alike are looked at, since a block may save more for a
-reason that it does not show."""
-
 _PASSES = 3
 """A block's forward and backward together, in forwards."""
 
@@ -101,8 +97,7 @@ class Chosen(NamedTuple):
     is_plain: nothing of it is recomputed. contexts: keeps some outputs; None keeps none. moves: its input may
     leave; of a plain call, what it saves. before_again: as of RecomputedCall. cost: None where it is not
     known. look: begins a look at its forward, None where none is wanted. profiler: of its forward. required:
-    what a plain call saves leaves, whatever the groups' plan would keep. alike: calls for which it is equal
-    save alike; None where the host need not be spared looking at them."""
+    what a plain call saves leaves, whatever the groups' plan would keep."""
 
     is_plain: bool
     contexts: Callable[[], Contexts] | None = None
@@ -111,7 +106,6 @@ class Chosen(NamedTuple):
     look: Callable[[], Look] | None = None
     profiler: BlockProfiler | None = None
     required: bool = False
-    alike: Hashable = None
     moves: bool = True
     place: tuple[ChunkKey, int] | None = None
     """Of the call: its chunk, and its place in that."""
@@ -168,7 +162,6 @@ class BlockCalls:
         self._profilers: dict[Kind, BlockProfiler | None] = {}  # None: it has ended
         self._input_bytes: dict[Kind, int] = {}  # of the profiled call
         self._scaled: dict[tuple[Kind, float], BlockProfile] = {}
-        self._spared: dict[Kind, tuple[BlockProfile, bool]] = {}
         self._contexts: dict[Kept, Callable[[], Contexts]] = {}
         # what every recompute keeps, by the profile, or in step 1 by what is seen of it
         self._always: dict[Kind, tuple[BlockProfile | None, Kept]] = {}
@@ -232,9 +225,6 @@ class BlockCalls:
             before_again=before_again,
             cost=Cost(profile.forward_s * _PASSES + chosen.recompute_s, chosen.made_again_bytes),
             required=self.levels is None,
-            alike=(kind, input_bytes)
-            if self._step % _LOOK_EVERY and self._may_be_spared(kind, profile)
-            else None,
         )
 
     def _kind_now(self, module: nn.Module, min_elements: int | None, never: bool) -> Kind:
@@ -251,14 +241,6 @@ class BlockCalls:
             kind = self._kind_by.setdefault((kind_of(module), min_elements, never), Kind())
         self._kinds[module] = state, look, kind
         return kind
-
-    def _may_be_spared(self, kind: Kind, profile: BlockProfile) -> bool:
-        """Whether plain calls of this profile that save alike need not be looked at."""
-        known = self._spared.get(kind)
-        if known is None or known[0] is not profile:
-            spared = profile.is_host_bound and not profile.depends_on_data
-            known = self._spared[kind] = profile, spared
-        return known[1]
 
     def _pass_resting(self, chunk: ChunkId, ran: list[Called], input_bytes: int) -> None:
         """Count the calls up to this one whose blocks rest."""

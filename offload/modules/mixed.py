@@ -56,8 +56,7 @@ class MixedCalls(RecomputedCalls):
         if chosen.is_plain:
             look, group, took = None, None, root.takes
             if chosen.moves:
-                cost, required, alike = chosen.cost, chosen.required, chosen.alike
-                group = root.open_group(self._name, cost=cost, required=required, alike=alike)
+                group = root.open_group(self._name, cost=chosen.cost, required=chosen.required)
             else:
                 root.takes = False  # what the model's own group would take
             if chosen.profiler is not None:

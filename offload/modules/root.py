@@ -21,7 +21,7 @@ offload switched off), it opens nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -273,23 +273,16 @@ class ModelRoot(Root):
         return self.open_group(self._everything or INPUTS, between=True, required=bool(self._everything))
 
     def open_group(
-        self,
-        name: str,
-        *,
-        between: bool = False,
-        required: bool = False,
-        cost: Cost | None = None,
-        alike: Hashable = None,
+        self, name: str, *, between: bool = False, required: bool = False, cost: Cost | None = None
     ) -> GroupCall | None:
         """Open a group in the current chunk, and install hooks; None where nothing may leave. between: it
-        takes only while `takes` is set. required: no plan keeps it on the device. cost, alike: as of
-        `Group`."""
+        takes only while `takes` is set. required: no plan keeps it on the device. cost: of its block."""
         manager = self.manager()
         handler = manager.active_handler()
         if handler is None:
             return None
         manager.engine.transfers.check_capture(f"group {name!r}")
-        group = handler.on_group_start_forward(name, required=required, cost=cost, alike=alike)
+        group = handler.on_group_start_forward(name, required=required, cost=cost)
         group.hooked = True
         owner = _Between(handler, group, self) if between else GroupScope(handler, group)
         return GroupCall(manager, handler, group, manager.engine.hooks.push(owner))

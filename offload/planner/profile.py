@@ -31,9 +31,6 @@ Keeps = tuple[Keep, ...]
 
 MOST_LEVELS = 8
 
-_LOOKING_S = 83e-6
-"""Host time of the hooks for a storage that stays. Source: W5 of the benchmarks, one H200: 764 ms of host
-time where all stays by plan and 509 without, 3,072 storages."""
 _KEEPING_S = 20e-6
 """Of a call: one that computes for less is not kept, since a dispatch mode takes the host longer. In a Gemma
 3 block the outputs of 29 calls are too small to leave, so to keep them cost no bytes and every level did: a
@@ -106,22 +103,6 @@ class BlockProfile:
     def flops(self) -> int:
         """Of the forward, as far as they are known."""
         return sum(call.flops for call in self.calls)
-
-    @property
-    def is_host_bound(self) -> bool:
-        """Whether the device would wait for the host in its forward, if that looked at all of its saves."""
-        return self.host_s + _LOOKING_S * self.num_saves >= self.forward_s
-
-    @property
-    def depends_on_data(self) -> bool:
-        """Whether other inputs of the same sizes may save other bytes."""
-        return any(call.together is not None for call in self.calls)
-
-    @property
-    def num_saves(self) -> int:
-        """Tensors that autograd saves in the plain block and that may leave, about: one for each call whose
-        output it saves, and the input."""
-        return 1 + sum(call.saved_bytes > 0 for call in self.calls)
 
     @property
     def why_not(self) -> dict[str, str]:

@@ -96,13 +96,10 @@ class PackObserver(Protocol):
 @dataclass(slots=True, eq=False)
 class InstalledScope:
     """A scope that the pair is installed for. stays: predicate over tensors: never offload this one,
-    whichever scope owns it. alone: there is no other pair of hooks around this one. left: the pair is gone
-    already."""
+    whichever scope owns it."""
 
     scope: Scope
     stays: Callable[[torch.Tensor], bool] | None = None
-    alone: bool = False
-    left: bool = False
 
 
 def admits_hooks() -> bool:
@@ -261,9 +258,9 @@ class SavedTensorHooks:
         stays: predicate, asked of each tensor saved while the scope is innermost, and of a wrapper and its
             members. True keeps the tensor on the device.
         """
-        installed = InstalledScope(scope, stays, _top_hooks(True) is None)
+        installed = InstalledScope(scope, stays)
         pack, unpack = self._observed_pack if self.observers else self.pack, self.unpack
-        users = None if installed.alone else users_pair()
+        users = users_pair()
         if users is not None:
             inside = _InsideUsers(users, (pack, unpack), self._lock, self.alias_of)
             pack, unpack = inside.pack, inside.unpack
@@ -278,23 +275,9 @@ class SavedTensorHooks:
         scopes = self._here.stack
         if installed in scopes:  # not after a `pop` of the same
             scopes.remove(installed)
-        if not installed.left:
-            _pop_hooks()
+        _pop_hooks()
         for observer in self.observers:
             observer.closed(installed.scope)
-
-    def may_leave(self, scope: Scope) -> bool:
-        """Whether `leave` may be called: nobody else would be shown what is saved from then on."""
-        scopes = self._here.stack
-        mine = bool(scopes) and scopes[-1].scope is scope and scopes[-1].alone
-        return mine and not (self.observers or self.streamed)
-
-    def leave(self, scope: Scope) -> None:
-        """Inside a pack for `scope`, the innermost one: take the pair out ahead of its `pop`."""
-        installed = self._here.stack.pop()
-        assert installed.scope is scope
-        installed.left = True
-        _pop_hooks()
 
     def sees_saves(self) -> bool:
         """Whether this pair would be shown what the calling thread saves now."""

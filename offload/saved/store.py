@@ -81,13 +81,11 @@ class TensorStore:
         chunk: SavedChunk,
         group: SavedGroup,
         lane: Lane | None = None,
-        whole_bytes: int = 0,
     ) -> Handle:
         """Take a plain, eligible tensor into `group`. Its bytes may be on their way when this returns. Blocks
         the host: never.
 
-        lane: the compute lane that wrote it; None for the current one. whole_bytes: to count with it, of
-            all that the group will save: its first save then, and one that stays.
+        lane: the compute lane that wrote it; None for the current one.
         """
         storage = tensor.untyped_storage()
         storage_bytes = storage.nbytes()
@@ -110,7 +108,7 @@ class TensorStore:
         ):
             group.leaves_after_all()
         if record is None and whole and group.slots >= group.first_kept:
-            record = self._keep(storage, version, chunk, group, whole_bytes or nbytes)
+            record = self._keep(storage, version, chunk, group, nbytes)
         elif record is None:
             block = DeviceBlock(
                 group.id, group.slots, start, stop - start, storage, self._transfers.freed_blocks
