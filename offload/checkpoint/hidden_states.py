@@ -45,7 +45,7 @@ HIDDEN_STATES = "hidden_states"
 _FLAT = frozenset([torch.Tensor, type(None), bool, int, float, str])
 """Types of arguments that have no parts."""
 
-BeforeAgain = Callable[[], Callable[[float], None] | None]
+BeforeAgain = Callable[[], Callable[[], None] | None]
 
 
 class InputGroup(Protocol):
@@ -95,10 +95,8 @@ class RecomputedCall:
         that keeps some outputs.
     watch, name: of the model, and of the block in it; without, the call is a first one by itself.
     may_stay: a plan may keep the input on the device; None where outputs are kept. moves: False for an input
-        that always stays. before_again: called at
-        the begin of each recompute; returns what is called at its end, if anything is, with the host
-        seconds that comparing its saves took. cost: of the block, for the plan.
-    compared_s: host seconds that comparing took so far. 0 for most calls.
+        that always stays. before_again: called at the begin of each recompute; returns what is called at
+        its end, if anything is. cost: of the block, for the plan.
     Without gradients, or where neither a tensor argument nor a parameter requires one, the call is as without
     hooks: there is nothing to recompute for.
     The one tensor that leaves is the first argument that may, by position and then by keyword, in a group
@@ -139,10 +137,6 @@ class RecomputedCall:
         self._sample: Sample | None = None
         self._split: torch.autograd.graph.saved_tensors_hooks | None = None
         self._interrupted = False
-
-    @property
-    def compared_s(self) -> float:
-        return 0.0 if self._sample is None else self._sample.host_s
 
     def begin(self) -> None:
         """The forward begins. Blocks the host: once, as MembersBefore. Raises CaptureError in a CUDA graph
@@ -250,7 +244,6 @@ class RecomputedCall:
                 "(KeyboardInterrupt), and what autograd saved from then on to the next call of a module "
                 "with hooks cannot be read: run the forward after the interrupt again"
             )
-        compared_s = self.compared_s
         after = None if self._before_again is None else self._before_again()
         places = zip(self._leaves, self._places, strict=True)
         leaves = _cast_as_fsdp(self._module, [leaf if at is None else tensors[at] for leaf, at in places])
@@ -278,7 +271,7 @@ class RecomputedCall:
             finally:
                 _due.module = None
                 if after is not None:
-                    after(self.compared_s - compared_s)
+                    after()
 
 
 def _cast_as_fsdp(module: nn.Module, leaves: list[Any]) -> list[Any]:

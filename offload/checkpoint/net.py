@@ -23,10 +23,8 @@ and noise that is drawn after it was saved.
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from functools import partial, wraps
 from itertools import compress
 from typing import Any, NamedTuple
@@ -150,19 +148,17 @@ class Sample:
     """Compares the saves of one call with those of its recomputes, and holds none of them.
 
     is_early: an optimizer's step waits for the verdict. generators: Python's and numpy's that the call has
-    moved, once it has ended, with their states before it. host_s: seconds of the host that comparing took,
-    for who measures what the call takes.
+    moved, once it has ended, with their states before it.
     """
 
     def __init__(self, net: Net, watch: Watch, name: str, kind: object, is_early: bool) -> None:
-        self.host_s = 0.0
         self.saves: list[_Saved] = []
-        self.generators: list[tuple[SharedGenerator, bytes]] = []
+        self.generators: list[tuple[SharedGenerator, bytes]] = [
+            (generator, generator.get_state()) for generator in shared_generators()
+        ]
         self._net, self._watch, self._whose, self._is_early = net, watch, (name, kind), is_early
         self._noise: tuple[int, torch.Size] | None = None  # a save that may be one
         self._lanes: dict[torch.device, object] = {}
-        with self._counted():
-            self.generators = [(generator, generator.get_state()) for generator in shared_generators()]
 
     def add(self, tensor: torch.Tensor) -> None:
         """The forward saves `tensor`."""
@@ -178,9 +174,7 @@ class Sample:
 
     def ends(self) -> None:
         """The forward is over."""
-        with self._counted():
-            moved = [one for one in self.generators if one[0].get_state() != one[1]]
-        self.generators = moved
+        moved = self.generators = [one for one in self.generators if one[0].get_state() != one[1]]
         if moved:
             self._watch.draws(*self._whose, " and ".join(generator.name for generator, _ in moved))
 
@@ -199,17 +193,8 @@ class Sample:
 
     def checksum(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """None for what is not compared."""
-        with self._counted(), outside_modes():
+        with outside_modes():
             return checksum(waited(tensor)) if self._is_compared(tensor) else None
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """What runs inside is none of the call's own."""
-        began_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.host_s += time.perf_counter() - began_s
 
     def _is_compared(self, tensor: torch.Tensor) -> bool:
         if tensor.dtype is torch.uint8 and tensor.dim() == 1:

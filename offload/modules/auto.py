@@ -136,7 +136,7 @@ class Auto(Client):
         free_bytes = engine.device.free_bytes() or 0
         return Ladder(round(_OF_DEVICE * (free_bytes + engine.device.active_bytes())), is_asked=False)
 
-    def _begin_again(self, begin: BeforeAgain) -> Callable[[float], None] | None:
+    def _begin_again(self, begin: BeforeAgain) -> Callable[[], None] | None:
         engine = self._attached()
         if engine is not None:
             self.memory.phase_begins(engine, BLOCKS)

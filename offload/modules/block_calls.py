@@ -8,7 +8,6 @@ what it was seen to do says how the next one may run.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,23 +61,18 @@ class Look:
         self._start = None if device.is_capturing() else device.record(device.compute, timed=True)
         self._end: Event | None = None
         self.begin_bytes, self.end_bytes = device.active_bytes(), 0
-        self._began_s = time.perf_counter()
-        self.host_s = 0.0
 
-    def end(self, compared_s: float = 0.0) -> None:
-        """It is over. compared_s: host seconds of comparing saves (checkpoint/net.py), which few calls
-        have."""
-        self.host_s = time.perf_counter() - self._began_s - compared_s
+    def end(self) -> None:
+        """It is over."""
         self.end_bytes = self._device.active_bytes()
         if self._start is not None:
             self._end = self._device.record(self._device.compute, timed=True)
 
     def seconds(self) -> float | None:
-        """Of the device, which must have passed its end; None for a forward that raised. Where compute is on
-        the host, the host's time."""
+        """Of the device, which must have passed its end; None for a forward that raised."""
         if self._start is None or self._end is None:
             return None
-        return self._device.elapsed_ms(self._start, self._end) / 1e3 if self._device.pins else self.host_s
+        return self._device.elapsed_ms(self._start, self._end) / 1e3
 
 
 @dataclass(slots=True)
@@ -150,7 +144,6 @@ class BlockCalls:
         self.names: dict[ChunkKey, list[str]] = {}
         self.peers = frozenset[int]()
         self._manager = manager
-        self._timings: dict[Kind, list[Look]] = {}  # of the other blocks of each kind, in step 1
         self._first_bytes: dict[int, int] = {}  # of each stage's first block, in the traced step
         self._rules: dict[ChunkId, Rule] = {}  # of the chunks under way
         self._step = 0
@@ -283,13 +276,13 @@ class BlockCalls:
             return Chosen(is_plain=True, moves=not is_plain, required=True, look=look, place=at)
         keeps = self._always_of(kind, profile)
 
-        def before_again() -> Callable[[float], None]:
+        def before_again() -> Callable[[], None]:
             assert looks is not None
             begun = Look(device)
             looks.setdefault(kind, KindLooks()).again.append(begun)
 
-            def ended(compared_s: float) -> None:
-                begun.end(compared_s)
+            def ended() -> None:
+                begun.end()
                 self.backward_reads(at, begun.end_bytes)
 
             return ended
@@ -394,8 +387,7 @@ class BlockCalls:
         never: bool,
     ) -> Chosen:
         """A call that no plan is for: the first of a kind is profiled, the others are recomputed where that
-        may be, keeping what every level keeps, and timed until the profile is read. never: none may be,
-        whatever is seen."""
+        may be, keeping what every level keeps. never: none may be, whatever is seen."""
         profiler = self._profilers.get(kind)
         if kind in self._own:  # and not followed yet
             profile = self._own[kind]
@@ -414,32 +406,16 @@ class BlockCalls:
             keeps = self._always.get(kind, (None, frozenset()))[1]
         if only:
             return Chosen(is_plain=True, required=True)
-
-        def look() -> Look:
-            begun = Look(engine.device)
-            self._timings.setdefault(kind, []).append(begun)
-            return begun
-
-        return Chosen(
-            is_plain=False,
-            contexts=self._contexts_for(keeps) if keeps else None,
-            look=None if kind in self._own else look,
-        )
+        return Chosen(is_plain=False, contexts=self._contexts_for(keeps) if keeps else None)
 
     # -- profiles --------------------------------------------------------------------------------------------
     def take_profiles(self, device: Device) -> None:
-        """Read what was profiled and measured in the step that ended. Blocks the host until the device is
-        done with what was profiled."""
+        """Read what was profiled in the step that ended. Blocks the host until the device is done with it."""
         waiting = [(kind, profiler) for kind, profiler in self._profilers.items() if profiler is not None]
         if waiting:
             device.synchronize(device.record(device.compute))
         for kind, profiler in waiting:
             self._profilers[kind] = None
-            looks = self._timings.pop(kind, [])
-            device_s = [seconds for look in looks if (seconds := look.seconds()) is not None]
-            if device_s:
-                # the least: a full queue of launches, and what runs for the first time, hold some up
-                profiler.note_plain(min(look.host_s for look in looks if look.host_s), min(device_s))
             if profiler.ready():  # else its forward raised, and the next call is profiled
                 profile = self._own[kind] = profiler.profile()
                 self.peers |= peers_of(profile.collectives)

@@ -101,7 +101,7 @@ class MixedCalls(RecomputedCalls):
             self._root.note_block_end(self._name, output)
         auto, is_recomputed = self._auto, isinstance(call, RecomputedCall)
         if look is not None:
-            look.end(call.compared_s if isinstance(call, RecomputedCall) else 0.0)
+            look.end()
         if place is not None and auto.calls.trace is not None:
             auto.calls.trace.forward_ended(*place)
         if self._root.is_last(self._name):

@@ -35,7 +35,6 @@ _KEEPING_S = 20e-6
 """Of a call: one that computes for less is not kept, since a dispatch mode takes the host longer. In a Gemma
 3 block the outputs of 29 calls are too small to leave, so to keep them cost no bytes and every level did: a
 step of 16 such blocks took 399 to 430 ms on an H200, and 376 under torch's checkpoint (November 2026)."""
-_HOST_BOUND = 0.9  # of a forward's device seconds: from here on the device is taken to wait for the host
 
 
 class SeenCall(NamedTuple):
@@ -54,7 +53,6 @@ class SeenCall(NamedTuple):
     number: int
     nbytes: int
     device_s: float
-    host_s: float = 0.0
     flops: int = 0
     saved_bytes: int = 0
     again: bool = True
@@ -80,8 +78,6 @@ class BlockProfile:
     """Of these, what the block was given and did not make: other blocks may save the same bytes."""
     forward_s: float
     """Device seconds of the plain forward."""
-    host_s: float
-    """Host seconds of the plain forward."""
     collectives: frozenset[str]
     """Names of the process groups whose collectives the forward calls: ranks of one group follow one plan."""
     only: str = ""
@@ -198,12 +194,10 @@ def _menu_of(profile: BlockProfile) -> tuple[Menu, Keeps]:
 
 
 def _again_seconds(profile: BlockProfile) -> float:
-    """Of a recompute that keeps nothing."""
+    """Of a recompute that keeps nothing: with kernels that no operator launches, and where the device waits
+    for launches."""
     again_s = _seconds(call for call in profile.calls if call.again)
-    if profile.host_s < _HOST_BOUND * profile.forward_s:
-        # kernels that no operator launches; where the device waits for the host, they are gaps
-        again_s += max(0.0, profile.forward_s - _seconds(profile.calls))
-    return again_s
+    return again_s + max(0.0, profile.forward_s - _seconds(profile.calls))
 
 
 def _same_levels(profile: BlockProfile) -> Menu:

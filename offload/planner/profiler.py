@@ -5,7 +5,6 @@
     ...                                       # the block's forward
     profiler.end(failed=False)
     if profiler.only(): ...                   # no call of such a block may be recomputed
-    profiler.note_plain(host_s, device_s)     # of such a block without a profiler
     if profiler.ready(): profile = profiler.profile()
 
 One invariant: it only observes. The block computes, saves and draws what it would without.
@@ -26,7 +25,6 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
@@ -59,9 +57,6 @@ from offload.saved.filters import is_dtensor
 from offload.transfer.layout import WeakStorage
 
 __all__ = ["BlockProfiler"]
-
-_WAITS = 1.25
-"""A forward's device seconds over its host seconds, below which the device waits for launches."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,7 +111,6 @@ class BlockProfiler:
         self._mode = _ProfileMode(engine, least, buffers, max((leaf.numel() for leaf in given), default=0))
         probes = [probe for tensor in given if (probe := version_probe(tensor)) is not None]
         self._given = [(probe, probe._version) for probe in probes]
-        self._plain: tuple[float, float] | None = None
         self._states: list[tuple[SharedGenerator, bytes]] = []
         self._mode.only = "" if may_be_recomputed else "it is refused"
         cache = cache_written(module, (args, kwargs))
@@ -164,29 +158,16 @@ class BlockProfiler:
         if any(probe._version != version for probe, version in self._given):
             self._mode.only = self._mode.only or written
 
-    def note_plain(self, forward_host_s: float, forward_device_s: float) -> None:
-        """Seconds of the forward of a block of this kind, on inputs of these shapes, without a profiler."""
-        self._plain = forward_host_s, forward_device_s
-
     def ready(self) -> bool:
         """Whether the forward is over, on the device too. Never blocks the host."""
         return self._mode.ready()
 
     def profile(self) -> BlockProfile:
         """What was seen, once it is `ready`; the later, the more writes to outputs are known. Blocks the
-        host: never. Without `note_plain` seconds are the sums over calls, the profiler's own not among
-        them; for the host of as many of the median one, since what runs for the first time takes long."""
+        host: never. Seconds are the sums over calls, the profiler's own not among them."""
         mode = self._mode
         assert mode.ready(), "a profile is read once it is ready"
         seconds = mode.device_seconds()
-        host_s = len(mode.calls) * median([call.host_s for call in mode.calls] or [0.0])
-        forward_s = sum(seconds)
-        if self._plain is not None:
-            host_s, plain_s = self._plain
-            if plain_s < _WAITS * host_s:
-                plain_s = min(plain_s, forward_s)
-            scale = min(1.0, plain_s / forward_s) if forward_s else 1.0
-            seconds, forward_s = [found * scale for found in seconds], plain_s
         mode.settle()
         saved = mode.saved
         calls = self._seen(seconds)
@@ -195,8 +176,7 @@ class BlockProfiler:
             input_bytes=self._input_bytes,
             plain_bytes=saved.total(),
             given_bytes=saved.total() - sum(call.saved_bytes for call in calls),
-            forward_s=forward_s,
-            host_s=host_s,
+            forward_s=sum(seconds),
             collectives=frozenset(mode.collectives),
             only=mode.only,
             whole="the block is compiled: its calls are not seen" if self._compiled else "",
@@ -210,7 +190,6 @@ class BlockProfiler:
                 call.number,
                 sum(call.made.values()),
                 device_s,
-                call.host_s,
                 call.flops,
                 sum(mode.saved.of_storage(key) for key in call.made),
                 at < mode.last_save,

@@ -27,7 +27,6 @@ def profile(*calls: SeenCall, plain_bytes: int = 1000, **numbers: Any) -> BlockP
         plain_bytes=plain_bytes,
         given_bytes=10,
         forward_s=float(sum(one.device_s for one in calls)),
-        host_s=0.1,
         **{"collectives": frozenset({"tp"}), **numbers},
     )
 

@@ -25,7 +25,6 @@ def profile_of(calls: list[SeenCall], **changes: Any) -> BlockProfile:
         "plain_bytes": GIVEN + sum(call.saved_bytes for call in calls),
         "given_bytes": GIVEN,
         "forward_s": sum(call.device_s for call in calls),
-        "host_s": 0.5,
         "collectives": frozenset(),
         **changes,
     }
@@ -81,13 +80,11 @@ def test_a_recompute_makes_again_what_autograd_saves_and_no_kept_call_has() -> N
     assert [level.made_again_bytes for level in menu] == [0, 1000, 2000, 2500, 3500, 4000]
 
 
-def test_seconds_that_no_call_shows_are_computed_again_unless_the_device_waits_for_the_host() -> None:
+def test_seconds_that_no_call_shows_are_computed_again() -> None:
     total = sum(call.device_s for call in BLOCK)
     unseen = profile_of(BLOCK, forward_s=total + 7.0)
     # 7 seconds for the 1010 bytes of the first step would be dearer than the next
     assert [level.recompute_s for level in unseen.menu] == [0.0, 8.0, 10.0, 50.0, 80.0]
-    bound = profile_of(BLOCK, forward_s=total + 7.0, host_s=total + 7.0)
-    assert [level.recompute_s for level in bound.menu] == [0.0, 0.0, 1.0, 3.0, 43.0, 73.0]
 
 
 def test_what_must_be_kept_is_kept_at_every_level_but_the_plain_one() -> None:
@@ -155,7 +152,6 @@ def test_other_numbers_of_tokens_scale_bytes_and_seconds_and_attention_by_the_sq
     assert [call.nbytes for call in double.calls] == [200, 100]
     assert (double.input_bytes, double.plain_bytes, double.given_bytes) == (200, 420, 220)
     assert double.forward_s == pytest.approx(8.0 + 8.0 + 2.0)
-    assert double.host_s == profile.host_s
     more_sequences = profile.scaled(2.0, sequence=1.0)
     assert [call.device_s for call in more_sequences.calls] == [8.0, 4.0]
     assert profile.scaled(1.0) == profile

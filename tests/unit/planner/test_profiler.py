@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from statistics import median
 from typing import Any
 
 import pytest
@@ -309,17 +308,9 @@ def test_a_block_that_communicates_in_place_is_not_recomputed(manager: Manager) 
 
 # -- seconds -------------------------------------------------------------------------------------------------
 def test_seconds_are_those_of_the_plain_forward_where_it_was_measured(manager: Manager) -> None:
-    args = (seeded(ROWS, WIDTH),)
-    profiler = BlockProfiler(Block(), manager.engine, args, min_elements=1)
-    run(manager, Block(), args, {}, None, profiler)
-    alone = profiler.profile()
+    alone = profile_of(manager, Block())
     assert alone.forward_s == pytest.approx(sum(call.device_s for call in alone.calls))
-    # what runs for the first time takes the host long
-    host_s = [call.host_s for call in alone.calls]
-    assert alone.host_s == pytest.approx(len(host_s) * median(host_s))
-    profiler.note_plain(alone.host_s / 8, alone.forward_s / 4)
-    profile = profiler.profile()
-    assert profile.host_s == pytest.approx(alone.host_s / 8)
+    profile = alone.timed(alone.forward_s / 4)
     assert profile.forward_s == pytest.approx(alone.forward_s / 4)
     assert [call.device_s for call in profile.calls] == pytest.approx(
         [call.device_s / 4 for call in alone.calls]
