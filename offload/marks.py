@@ -37,6 +37,7 @@ from offload.checkpoint.selective import Contexts, contexts_for
 from offload.compile.untraced import untraced
 from offload.config import naming_near
 from offload.errors import GroupOrderError
+from offload.groups.chunk import ChunkGroups
 from offload.groups.graphs import check_event, record_event
 from offload.groups.manager import GroupsManager
 from offload.groups.release import without_output
@@ -57,6 +58,7 @@ __all__ = [
     "capturing",
     "change_limits",
     "check_mark",
+    "chunk_to_start_in",
     "close_manager",
     "configure",
     "default_manager",
@@ -134,11 +136,22 @@ def group_start(tensor: torch.Tensor, name: str, *, hooks: bool = False) -> torc
     After an exception in between they stay until step_end() or reset(). Blocks the host: never. Raises
     CaptureError in a CUDA graph captured outside of `capturing()`.
     """
+    handler = chunk_to_start_in(tensor, name)
+    if handler is not None:
+        handler.on_group_start_forward(name)
+    if hooks and process.manager is not None:
+        process.manager.open_until_commit(name)
+    return tensor
+
+
+def chunk_to_start_in(tensor: torch.Tensor, name: str) -> ChunkGroups | None:
+    """The chunk in which a start of group `name` opens it; None where nothing leaves, which is noted. Raises
+    as `group_start`."""
     if type(name) is not str or not name or not isinstance(tensor, torch.Tensor):
         check_mark("group_start", tensor, name)
     manager = process.manager
     if manager is None:
-        return tensor
+        return None
     handler = manager.active_handler()
     if handler is None:
         muted = manager.muted_handler()
@@ -151,10 +164,7 @@ def group_start(tensor: torch.Tensor, name: str, *, hooks: bool = False) -> torc
         transfers = manager.engine.transfers
         if transfers.capture is None and transfers.device.is_capturing():
             transfers.refuse_unwatched(f"group {name!r}")
-        handler.on_group_start_forward(name)
-    if hooks:
-        manager.open_until_commit(name)
-    return tensor
+    return handler
 
 
 @untraced

@@ -198,7 +198,7 @@ def group_start(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
             "(cuda_graph_modules, or "
             "cuda_graph_scope) or out of offload_modules"
         )
-    return engine_page.fine_grained_offloading_group_start(tensor, name)
+    return offload.group_start(tensor, name)  # type: ignore[arg-type]
 
 
 def group_commit(
@@ -277,9 +277,7 @@ def forward_record(event: Any = None) -> None:
 def backward_record(tensor: torch.Tensor, event: Any = None) -> torch.Tensor:
     """An identity whose backward records `event`, or the process's own graph event, ordered after the
     restores so far."""
-    return engine_page.fine_grained_offloading_backward_record(
-        tensor, _graph_tools().event if event is None else event
-    )
+    return offload.backward_record(tensor, _graph_tools().event if event is None else event)
 
 
 # ---- the step and its table ----

@@ -1,4 +1,5 @@
-"""The marks as autograd Functions, by the names that Megatron's code has for them (S2-90).
+"""The marks as autograd Functions, by the names that Megatron's code has for them (S2-90). The long names of
+offload/fine_grained_activation_offload.py apply them.
 
 The engine's own marks are hooks on nodes (offload/marks.py). These Functions return a view of their input,
 and add one node to the graph.
@@ -52,7 +53,7 @@ class FineGrainedOffloadingGroupCommitFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.backward_chunk = cur_forward_chunk
         ctx.group = name
-        cur_forward_chunk.commit(name, forced_released_tensors, delay_offload)
+        cur_forward_chunk.commit(name, forced_released_tensors, delay_offload, tensor)
         return tensor.view_as(tensor)
 
     @staticmethod

@@ -20,7 +20,7 @@ from offload.engines import default_engine
 from offload.errors import GroupOrderError, StaleHandleError
 from offload.groups.chunk import ChunkGroups, Cursor
 from offload.groups.group import Group
-from offload.groups.release import checked_tensors
+from offload.groups.release import checked_tensors, without_output
 from offload.ids import ChunkId, Owner
 from offload.saved.filters import is_plain
 from offload.saved.handles import Handle, Passed
@@ -67,6 +67,7 @@ class Queued(Cursor, Protocol):
         group: Group,
         forced_released_tensors: list[torch.Tensor] | None = None,
         delay_offload: bool = False,
+        output: torch.Tensor | None = None,
     ) -> None: ...
 
     def front_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None: ...
@@ -151,15 +152,18 @@ class ChunkOffloadHandler(ChunkGroups):
         name: str,
         forced_released_tensors: list[torch.Tensor] | None = None,
         delay_offload: bool = False,
+        output: torch.Tensor | None = None,
     ) -> None:
         """Close the innermost open group of that name; send it, or leave it to the manager's
-        `flush_delayed_groups`."""
+        `flush_delayed_groups`. output: of the group's layers, which is not released."""
+        if forced_released_tensors is not None and output is not None:
+            forced_released_tensors = without_output(forced_released_tensors, output, name)
         if self._queue is None:
             self.on_group_commit_forward(forced_released_tensors, name=name)
             return
         group = self.close(name)
         if group is not None:
-            self._queue.commit(self, group, forced_released_tensors, delay_offload)
+            self._queue.commit(self, group, forced_released_tensors, delay_offload, output)
 
     def on_group_commit_forward(
         self, forced_released_tensors: list[torch.Tensor] | None = None, *, name: str | None = None

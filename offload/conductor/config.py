@@ -57,8 +57,9 @@ class ConductorConfig:
     there too: 10 ms of a 55 GB/s link."""
 
     bridge: BridgeName = "turns"
-    """Which rules tighten limits. "v0": the source's letter, nothing loosens within a step. "turns": they
-    start anew at each turn of phase, as a pipeline alternates between forward and backward."""
+    """Which rules tighten limits. "v0": the source's letter, nothing loosens within a step; what `load` reads
+    means these. "turns": they start anew at each turn of phase, as a pipeline alternates between forward and
+    backward."""
 
     telemetry_interval: int = 1
     """Steps between two lines of telemetry. 0: none is written."""
@@ -110,9 +111,10 @@ class ConductorConfig:
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any]) -> Self:
         """From a JSON file of the source system, or from what such a file holds:
-        {"memory": {"stagehand": {"conductor_config": {...}}}}. Fields that are left out have their defaults.
-        Raises ValueError for a field that is not known, or a value that cannot be."""
-        return cls(**load_fields(cls, source, _WAY, "the conductor"))
+        {"memory": {"stagehand": {"conductor_config": {...}}}}. Fields that are left out have their defaults,
+        but for `bridge`: such a file means the source's rules, "v0". Raises ValueError for a field that is
+        not known, or a value that cannot be."""
+        return cls(**{"bridge": "v0", **load_fields(cls, source, _WAY, "the conductor")})
 
     @classmethod
     def of_device(cls, total_bytes: int | None, **given: Any) -> Self:

@@ -7,8 +7,9 @@ One invariant: a config that exists is valid. Names and defaults are the source 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -21,6 +22,10 @@ __all__ = ["MIB", "ActivationConfig", "Order"]
 MIB = 1 << 20
 
 Order = Literal["forecast", "reactive"]
+
+_REACTIVE = {"pinned_pool_classes_mb", "slabs_per_class", "max_inflight_d2h", "max_inflight_h2d"}
+_REACTIVE |= {"inline_finalize"}
+"""Fields that order="reactive" alone reads."""
 
 _WAY = ("memory", "stagehand", "activation_stagehand")
 """Where the fields lie in a config file of the source system."""
@@ -38,7 +43,9 @@ class ActivationConfig:
     """What leaves, and when. "forecast": the oldest saved tensors, as early as the allocation curve of
     earlier steps says that they will have to; they come back ahead of their reader, the device waits and the
     host does not, host memory grows. "reactive": the source's letter: the tensor that is being saved, once
-    the high mark is reached; one copy in flight, finalized on the host; a fixed pool."""
+    the high mark is reached; one copy in flight, finalized on the host; a fixed pool. Left out, it is
+    "reactive" where a field is given that "reactive" alone reads; beside "forecast" such a field is an
+    error."""
 
     vram_high_watermark_mb: float = 20000
     """MiB. Spilling starts at this much allocated device memory. It bounds what is allocated when a tensor is
@@ -115,6 +122,7 @@ class ActivationConfig:
             value = getattr(self, name)
             if isinstance(value, list):  # as JSON has it
                 object.__setattr__(self, name, tuple(value))
+        _check_read(self.order, {one.name for one in fields(self) if getattr(self, one.name) != one.default})
 
     @property
     def high_bytes(self) -> int:
@@ -135,9 +143,34 @@ class ActivationConfig:
     def load(cls, source: str | Path | Mapping[str, Any]) -> Self:
         """From a JSON file of the source system, or from what such a file holds:
         {"memory": {"strategy": "stagehand", "stagehand": {"activation_stagehand": {...}}}}. Lists count as
-        tuples; fields that are left out have their defaults. Raises ValueError for another strategy, a field
-        that is not known, or a value that cannot be."""
-        return cls(**load_fields(cls, source, _WAY, "the watermark runtime"))
+        tuples; fields that are left out have their defaults, but for `order`: a file that sizes the fixed
+        pool is run by "reactive". Raises ValueError for another strategy, a field that is not known or that
+        its order does not read, or a value that cannot be."""
+        found = load_fields(cls, source, _WAY, "the watermark runtime")
+        _check_read(found.get("order", "reactive"), set(found))
+        return cls(**found)
 
 
-ActivationConfig.__init__ = naming_near(ActivationConfig.__init__)  # type: ignore[method-assign]
+def _check_read(order: Order, given: set[str]) -> None:
+    """ValueError for fields that this order does not read."""
+    if order != "reactive" and (unread := sorted(_REACTIVE & given)):
+        raise ValueError(
+            f"{', '.join(unread)} beside order={order!r}, which has no fixed pool and no cap of copies: give "
+            'order="reactive", or leave them out'
+        )
+
+
+def _choosing_order(call: Callable[..., None]) -> Callable[..., None]:
+    """`__init__`, which runs by "reactive" what "reactive" alone reads, unless it is told an order."""
+
+    @wraps(call)
+    def called(self: ActivationConfig, **given: Any) -> None:
+        if _REACTIVE & given.keys():
+            given.setdefault("order", "reactive")
+        call(self, **given)
+
+    return called
+
+
+_init = _choosing_order(ActivationConfig.__init__)
+ActivationConfig.__init__ = naming_near(_init)  # type: ignore[method-assign]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from offload import conductor
 from offload.client import Phase
 from offload.conductor import (
     ActStagehandConductorAdapter,
@@ -53,8 +54,10 @@ def test_the_sources_json_loads_and_what_it_does_not_know_is_named(tmp_path: Pat
     whole = {"memory": {"stagehand": {"conductor_config": fields}}}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(whole))
-    expected = ConductorConfig(vram_hard_cap_mb=30000, h2d_slots=3, debug_event_trace=True)
+    expected = ConductorConfig(vram_hard_cap_mb=30000, h2d_slots=3, debug_event_trace=True, bridge="v0")
     assert ConductorConfig.load(path) == ConductorConfig.load(whole) == expected
+    named = {"memory": {"stagehand": {"conductor_config": {"bridge": "turns"}}}}
+    assert ConductorConfig.load(named) == ConductorConfig()
     fields["slots"] = 1
     with pytest.raises(ValueError, match="fields that are not known: slots; known are bridge, d2h_slots"):
         ConductorConfig.load(whole)
@@ -295,3 +298,41 @@ def test_without_the_trace_no_event_is_kept(tmp_path: Path) -> None:
     found.begin_step(0)
     found.end_step()
     assert "events" not in json.loads(path.read_text())
+
+
+@pytest.mark.req("S1-35", "S1-36", "S1-37", "S1-51")
+def test_what_the_sources_json_asks_for_only_tightens_within_a_step() -> None:
+    """Such a file got the rules that start anew at each turn: hints loosened in OPTIMIZER, and again in a
+    forward after a backward."""
+    allocated = [90 * MIB]
+    fields = {"vram_soft_cap_mb": 90, "vram_hard_cap_mb": 100, "telemetry_interval": 0}
+    config = ConductorConfig.load({"memory": {"stagehand": {"conductor_config": fields}}})
+    found = ConductorRuntime(config, allocated=lambda: allocated[0])
+    caps = []
+    for _ in range(2):
+        for enter in (
+            found.begin_step,
+            found.enter_forward,
+            found.enter_backward,
+            found.enter_forward,
+            found.enter_backward,
+            found.enter_optimizer,
+            found.end_step,
+        ):
+            enter()
+            caps.append((found.hints.prefetch_window_cap, found.hints.suppress_speculative))
+        allocated[0] = 0
+    loose, tight = (None, False), (1, True)
+    assert caps == [loose] * 2 + [tight] * 5 + [loose] * 5 + [(None, True)] * 2
+
+
+@pytest.mark.req("S1-57")
+def test_the_parts_have_the_sources_names_in_the_package() -> None:
+    parts = ["PhaseCoordinator", "BudgetManager", "TransferManager", "PolicyBridge", "TelemetryHub"]
+    for name in [*parts, "ConductorRuntime", "RuntimeLimitHints", "Priority", "Direction", "DenialReason"]:
+        assert getattr(conductor, name).__name__ == name
+    runtime = conductor.ConductorRuntime(telemetry_interval=0, allocated=lambda: 0)
+    assert type(runtime.coordinator) is conductor.PhaseCoordinator
+    assert type(runtime.budget) is conductor.BudgetManager
+    assert type(runtime.transfers) is conductor.TransferManager
+    assert type(runtime.telemetry) is conductor.TelemetryHub

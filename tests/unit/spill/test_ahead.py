@@ -180,7 +180,7 @@ def test_what_was_fetched_ahead_is_not_dropped_for_gradients_in_later_steps() ->
 @pytest.mark.req("S0-67")
 def test_host_memory_is_not_a_fixed_pool_it_grows_to_what_is_spilled() -> None:
     engine = engine_of()
-    with runtime_of(engine=engine, high=8 * TENSOR, low=6 * TENSOR, slabs_per_class=0) as runtime:
+    with runtime_of(engine=engine, high=8 * TENSOR, low=6 * TENSOR) as runtime:
         train(blocks(8), runtime)
         metrics = runtime.last_metrics
         assert metrics is not None

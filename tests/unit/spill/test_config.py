@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,44 @@ def test_the_sources_json_file_loads_and_lists_count_as_tuples(tmp_path: Path) -
         pinned_pool_classes_mb=(1, 4),
     )
     assert ActivationConfig.load(file_of(slabs_per_class=3)).slabs_per_class == 3
+
+
+PRINTED = {
+    "enabled": True,
+    "vram_high_watermark_mb": 16000,
+    "vram_low_watermark_mb": 12000,
+    "pinned_pool_classes_mb": [1, 4, 16, 64, 256],
+    "slabs_per_class": [512, 2, 2, 2, 2],
+    "max_inflight_d2h": 1,
+    "max_inflight_h2d": 1,
+    "debug_checksums": False,
+    "telemetry_enabled": True,
+    "telemetry_file": "activation_telemetry.jsonl",
+    "recompute_threshold_bytes": 0,
+}
+"""The values are the defaults, so only that they are given tells that a fixed pool is asked for."""
+
+
+@pytest.mark.req("S0-56", "S0-57", "S0-58", "S0-59", "S0-64")
+@pytest.mark.parametrize(
+    "name", ["pinned_pool_classes_mb", "slabs_per_class", "max_inflight_d2h", "max_inflight_h2d"]
+)
+def test_a_key_of_the_fixed_pool_chooses_the_order_that_reads_it_or_is_an_error(name: str) -> None:
+    """The source's own file loaded with order="forecast", which has no pool and no cap: four keys were
+    accepted, and nothing read them."""
+    value = PRINTED[name]
+    assert ActivationConfig().order == "forecast"
+    assert ActivationConfig.load(file_of(**PRINTED)).order == "reactive"
+    assert ActivationConfig.load(file_of(**{name: value})).order == "reactive"
+    config = ActivationConfig(**{name: value})
+    assert config.order == "reactive"
+    assert replace(config, min_numel=5).order == "reactive"
+    assert replace(ActivationConfig(), min_numel=5).order == "forecast"
+    with pytest.raises(ValueError, match=rf"{name} beside order='forecast', .* give order=\"reactive\""):
+        ActivationConfig.load(file_of(**{name: value, "order": "forecast"}))
+    other = 7 if isinstance(value, int) else (2, 4, 8, 16, 32)
+    with pytest.raises(ValueError, match=f"{name} beside order='forecast'"):
+        replace(ActivationConfig(), **{name: other})
 
 
 @pytest.mark.req("S0-64")

@@ -233,7 +233,9 @@ def test_a_leftover_of_4_mb_a_step_keeps_nothing_into_the_next(
     engine = engine_of()
     leftovers: list[Tensor] = []
     fields: dict[str, Any] = {"order": order, "high": 1, "low": 1, "memory_allocated": lambda: MIB}
-    with runtime_of(engine=engine, pinned_pool_classes_mb=(4,), slabs_per_class=2, **fields) as runtime:
+    if order == "reactive":
+        fields |= {"pinned_pool_classes_mb": (4,), "slabs_per_class": 2}
+    with runtime_of(engine=engine, **fields) as runtime:
         for step in range(10):
             runtime.step_begin(step)
             with runtime.managed_forward():

@@ -79,7 +79,8 @@ def runtime_of(
         if short in fields:
             fields[name] = fields.pop(short) / MIB
     engine = engine_of(executor, seed=seed) if engine is None else engine
-    runtime = ActivationRuntime(engine=engine, **{**SILENT, "slabs_per_class": (64, 1, 0, 0, 0), **fields})
+    slabs = {"slabs_per_class": (64, 1, 0, 0, 0)} if fields.get("order") == "reactive" else {}
+    runtime = ActivationRuntime(engine=engine, **{**SILENT, **slabs, **fields})
     try:
         yield runtime
     finally:
