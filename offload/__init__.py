@@ -24,6 +24,7 @@ from offload.apply import activations, apply
 from offload.compare import Compared as Compared
 from offload.compare import Comparison as Comparison
 from offload.compare import compare as compare
+from offload.compat.gradients import GradientOffloadHook as GradientOffloadHook
 from offload.compat.group import OffloadTensorGroup as OffloadTensorGroup
 
 # the errors one by one and the sources' spellings are importable, and no part of `__all__`
@@ -38,6 +39,8 @@ from offload.compat.interface import (
 from offload.compat.manager import PipelineOffloadManager
 from offload.compat.tensor_pool import GPUTensorPool as GPUTensorPool
 from offload.compat.tensor_pool import TensorPool as TensorPool
+from offload.compat.tensors import TensorOffloader as TensorOffloader
+from offload.compat.weights import WeightOffloadHook as WeightOffloadHook
 from offload.conductor.arbiter import Conductor as Conductor
 from offload.conductor.config import ConductorConfig as ConductorConfig
 from offload.config import OffloadConfig

@@ -6,9 +6,13 @@ group and change nothing of what its marks and saves recorded.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from offload.device import Device, Event, Lane
+from offload.device.cuda import CudaLane
+from offload.engines import default_engine
 from offload.groups.group import Group
 
 __all__ = ["DYNAMIC_SHAPE_GROUPS", "OffloadTensorGroup"]
@@ -23,7 +27,8 @@ class OffloadTensorGroup(Group):
     """One group of a chunk.
 
     use_cpu_pool: whether a pool keyed by shape may serve it; None: unless its name is one of
-        DYNAMIC_SHAPE_GROUPS. device: whose lanes its events are recorded on; None for a group without events.
+        DYNAMIC_SHAPE_GROUPS. device: whose lanes its events are recorded on; None takes that of the default
+        engine. Its methods take lanes of the device, or torch's streams on a GPU.
     total_offload_bytes, total_tensor_count: what was eligible to leave in the last step, one count a storage.
     """
 
@@ -56,33 +61,28 @@ class OffloadTensorGroup(Group):
         return self._tensors.pop(tag)
 
     # -- events ----------------------------------------------------------------------------------------------
-    def record_offload_event(self, lane: Lane) -> None:
-        """The group's spill is complete at this point of `lane`."""
-        self._offload_event = self._on_device().record(lane)
+    def record_offload_event(self, stream: Lane | torch.Stream) -> None:
+        """The group's spill is complete at this point of `stream`."""
+        self._offload_event = self._on_device().record(_lane(stream))
 
-    def wait_offload_event(self, lane: Lane) -> None:
-        """Order `lane` after the group's spill. Never blocks the host; nothing to wait for where none was
+    def wait_offload_event(self, stream: Lane | torch.Stream) -> None:
+        """Order `stream` after the group's spill. Never blocks the host; nothing to wait for where none was
         recorded."""
         if self._offload_event is not None:
-            self._on_device().wait(lane, self._offload_event, "restore")
+            self._on_device().wait(_lane(stream), self._offload_event, "restore")
 
-    def record_reload_event(self, lane: Lane) -> None:
-        """The group's restore is complete at this point of `lane`."""
-        self._reload_event = self._on_device().record(lane)
+    def record_reload_event(self, stream: Lane | torch.Stream) -> None:
+        """The group's restore is complete at this point of `stream`."""
+        self._reload_event = self._on_device().record(_lane(stream))
 
-    def wait_reload_event(self, lane: Lane) -> None:
-        """Order `lane` after the group's restore. Never blocks the host; nothing to wait for where none was
+    def wait_reload_event(self, stream: Lane | torch.Stream) -> None:
+        """Order `stream` after the group's restore. Never blocks the host; nothing to wait for where none was
         recorded."""
         if self._reload_event is not None:
-            self._on_device().wait(lane, self._reload_event, "read")
+            self._on_device().wait(_lane(stream), self._reload_event, "read")
 
     def _on_device(self) -> Device:
-        if self._device is None:
-            raise ValueError(
-                f"group {self.name!r} was built without a device, so it has no lanes; pass device= to "
-                "OffloadTensorGroup"
-            )
-        return self._device
+        return self._device or default_engine().device
 
     # -- sizes -----------------------------------------------------------------------------------------------
     def update_offload_info(self, tensor: torch.Tensor) -> None:
@@ -97,3 +97,7 @@ class OffloadTensorGroup(Group):
             f"OffloadTensorGroup({self.name!r}, {self.total_offload_bytes:,} bytes, "
             f"{'stays' if self.stays else 'leaves'})"
         )
+
+
+def _lane(stream: Lane | torch.Stream) -> Lane:
+    return CudaLane("by hand", stream) if isinstance(stream, torch.cuda.Stream) else cast(Lane, stream)

@@ -209,17 +209,20 @@ class ChunkOffloadHandler(ChunkGroups):
                 self._tags[tag] = Passed(tensor)
             return tag
 
-    def tensor_pop(self, tag: TensorTag) -> torch.Tensor:
+    def tensor_pop(self, tensor_tag: TensorTag) -> torch.Tensor:
         """The tensor of that tag, on the device; once. Raises KeyError for a tag that is unknown or popped
         already, ValueError for what is no tag."""
-        if not isinstance(tag, tuple):
-            raise ValueError(f"tensor_pop of a {type(tag).__name__}, must be the tag that tensor_push gave")
+        if not isinstance(tensor_tag, tuple):
+            raise ValueError(
+                f"tensor_pop of a {type(tensor_tag).__name__}, must be the tag that tensor_push gave"
+            )
         with self.engine.lock:
-            if tag not in self._tags:
+            if tensor_tag not in self._tags:
                 raise KeyError(
-                    f"{self.id} holds no tensor under tag {tuple(tag)}; it holds {len(self._tags)} others"
+                    f"{self.id} holds no tensor under tag {tuple(tensor_tag)}; it holds {len(self._tags)} "
+                    "others"
                 )
-            packed = self._tags.pop(tag)
+            packed = self._tags.pop(tensor_tag)
             return packed.read() if isinstance(packed, Passed) else self.engine.store.read(packed)
 
     # -- by hand: groups -------------------------------------------------------------------------------------

@@ -150,6 +150,12 @@ class GPUTensorPool:
                 "pool_misses": self._misses,
             }
 
+    def __repr__(self) -> str:
+        stats, arena = self.stats, self._arena
+        shared = "" if arena is None else f", in an arena of {arena.held_bytes:,} bytes that groups share"
+        lent, made = stats["current_in_use"], stats["total_allocated"]
+        return f"<{type(self).__name__} on {self.device}: {lent} of {made} tensors lent{shared}>"
+
     def reset(self) -> None:
         """Take every tensor back. For between steps: no copy of a tensor that is still lent may be in
         flight."""

@@ -38,7 +38,7 @@ class TorchtitanSettings:
     """The keys of the table `training`, by torchtitan's names. Raises ValueError for what cannot be."""
 
     enable_activation_offload: bool = False
-    """Without it nothing is offloaded, whatever the other keys say."""
+    """Without it nothing is offloaded, whatever the other keys say. Alone it means expert_fc1 and moe_act."""
     activation_offload_modules: str = ""
     """Names out of GROUP_NAMES, with commas between them."""
     activation_offload_min_tensor_size: int = MIB
@@ -77,20 +77,16 @@ class TorchtitanSettings:
                 f"{', '.join(sorted(names & _EXPERT_NAMES))} in activation_offload_modules about a part of "
                 "it: leave one of the two out"
             )
-        if self.enable_activation_offload and not (names or mode):
-            raise ValueError(
-                "enable_activation_offload = true, and neither activation_offload_modules nor "
-                "activation_offload_mode says of what: name modules, such as 'expert_fc1,moe_act', or a "
-                "mode, such as 'save_on_cpu'"
-            )
 
     @property
     def names(self) -> frozenset[str]:
-        """The names in activation_offload_modules."""
-        return frozenset(map(str.strip, self.activation_offload_modules.split(","))) - {""}
+        """The names in activation_offload_modules; with enable_activation_offload alone, the experts'."""
+        given = frozenset(map(str.strip, self.activation_offload_modules.split(","))) - {""}
+        alone = self.enable_activation_offload and not (given or self.activation_offload_mode)
+        return frozenset(_EXPERT_NAMES) if alone else given
 
     def flags(self) -> dict[str, bool]:
-        """The flags of a mixture that marks its experts itself: offload_expert_fc1 and offload_moe_act."""
+        """Flags of a mixture of yours that marks its experts itself: offload_expert_fc1, offload_moe_act."""
         return {
             f"offload_{name}": self.enable_activation_offload and name in self.names
             for name in sorted(_EXPERT_NAMES)

@@ -44,7 +44,8 @@ class Group:
     regions: by slot, the number of the checkpoint region whose recompute reads it. half_slots: those that the
     weight half of a split backward reads, None where none was seen. passed_slots: of these, those that its
     input half does not read. left_bytes: of what a call makes again whose input this is, what its I leaves on
-    the device for its W. since: autograd's number of the first node after its start. replayed: of saved
+    the device for its W. refused_bytes: should have left in the last step, and found no host memory.
+    since: autograd's number of the first node after its start. replayed: of saved
     tensors that stay because CUDA graphs of torch.compile own their memory, bytes by address. stays: the plan
     keeps it on the device. required: it leaves whatever the plan would keep. cost: None where it is not
     known. hooked: its saves were asked for since its start. encloses: another group was started in it.
@@ -68,7 +69,7 @@ class Group:
         self.regions: dict[int, int] = {}
         self.half_slots: frozenset[int] | None = None
         self.passed_slots: frozenset[int] = frozenset()
-        self.left_bytes = 0
+        self.left_bytes = self.refused_bytes = 0
         self.saved: SavedGroup | None = None
         self.since = 0
         self.replayed: dict[int, int] = {}

@@ -128,13 +128,15 @@ class GroupsManager(OpenScopes, Client):
     @property
     def offload_summary_bytes(self) -> dict[str, int]:
         """Bytes by group that leave up to the end of the first chunk to run backward, after warm-up; {}
-        before. About what a steady step has on the host at once."""
+        before. About what a steady step has on the host at once. Without what found no host memory in the
+        step that the plan was made from."""
         return dict(self._planner.summary)
 
     @property
     def step_offload_bytes(self) -> dict[str, int]:
         """Bytes by group that leave in a whole step that follows the plan: together, its
-        `StepStats.spill_bytes`. {} before warm-up has ended."""
+        `StepStats.spill_bytes`. {} before warm-up has ended. Without what found no host memory, as
+        `offload_summary_bytes`."""
         return dict(self._planner.leaving)
 
     @property

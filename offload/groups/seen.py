@@ -18,7 +18,7 @@ from offload.policy.actions import Action, ChunkKey, GroupSize
 from offload.transfer.engine import TransferEngine
 from offload.transfer.stalls import Stall, all_passed
 
-__all__ = ["SeenStep", "StepClock", "half_bytes_of", "passed_bytes_of", "sizes_of"]
+__all__ = ["SeenStep", "StepClock", "half_bytes_of", "leaving_of", "passed_bytes_of", "sizes_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,16 +80,25 @@ def _once_each(seen: Sequence[Action], sizes: Collection[ChunkKey], idle: Collec
     return [seen[at] for at in sorted(places)]
 
 
-def sizes_of(chunk: ChunkGroups, part_bytes: Mapping[int, int] = {}) -> list[GroupSize]:
-    """The groups' eligible bytes. part_bytes: by position, what stays of those that leave in part."""
+def sizes_of(chunk: ChunkGroups) -> list[GroupSize]:
+    """The groups' eligible bytes."""
     return [
         GroupSize(
             group.name,
-            group.total_offload_bytes - part_bytes.get(at, 0),
+            group.total_offload_bytes,
             half_bytes=half_bytes_of(group, group.slot_bytes),
             left_bytes=group.left_bytes,
-            passed_bytes=0 if at in part_bytes else passed_bytes_of(group, group.slot_bytes),
+            passed_bytes=passed_bytes_of(group, group.slot_bytes),
         )
+        for group in chunk.groups
+    ]
+
+
+def leaving_of(chunk: ChunkGroups, part_bytes: Mapping[int, int]) -> list[GroupSize]:
+    """What leaves of the groups, if all do. part_bytes: by position, what stays of those that leave in part.
+    What should have left in the step and found no host memory does not count."""
+    return [
+        GroupSize(group.name, max(0, group.total_offload_bytes - part_bytes.get(at, 0) - group.refused_bytes))
         for at, group in enumerate(chunk.groups)
     ]
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from offload.engine import OffloadEngine
 from offload.groups.reports import StepReport
-from offload.groups.seen import SeenStep, sizes_of
+from offload.groups.seen import SeenStep, leaving_of
 from offload.groups.timed import NO_PART, Stays, TimedPlan, Unit, cut_into_units, plan_by, timed_plan
 from offload.groups.trim import Trimmer
 from offload.groups.varied import VariedSteps
@@ -202,7 +202,7 @@ class StepPlanner:
             chunk.stays = frozenset(key.position for key in keeps if key.chunk == chunk.id)
             chunk.stays_from = dict(parts.get(chunk.id, NO_PART).from_slot)
         forward = [
-            (chunk.id, sizes_of(chunk, parts.get(chunk.id, NO_PART).part_bytes))
+            (chunk.id, leaving_of(chunk, parts.get(chunk.id, NO_PART).part_bytes))
             for chunk in dict.fromkeys(seen.forward_order)
         ]
         self.leaving = leaving_bytes(forward, keeps)

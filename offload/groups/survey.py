@@ -46,6 +46,7 @@ def group_figures(groups: Iterable[Group]) -> dict[str, GroupFigures]:
                 by_plan += block.nbytes
             elif block.refused:
                 no_host += block.nbytes
+        group.refused_bytes = no_host
         figures = GroupFigures(
             saved_bytes=total,
             moved_bytes=saved.moved_bytes,

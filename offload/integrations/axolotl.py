@@ -10,11 +10,11 @@
 | `gradient_checkpointing: true` | `mode="checkpoint"` |
 | `activation_offloading: hidden_states` | `mode="hidden_states"` |
 | `activation_offloading: true` | with an adapter `mode=True`; else "hidden_states": axolotl recomputes, too |
-| `activation_offloading: legacy`, `disk` | `mode="legacy"`, "disk" |
+| `activation_offloading: legacy`, `disk` | `mode="legacy"`, "disk", beside its recompute if no adapter is |
 | `layer_offloading: true` | `weights="host"` |
 
 `gradient_checkpointing: offload` and `offload_disk` are `activation_offloading: true` and `disk`.
-One invariant: a key that is taken over is switched off for axolotl, so no tensor is moved by both.
+One invariant: a key that moves tensors is switched off for axolotl, so no tensor is moved by both.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ class OffloadPlugin(BasePlugin):  # type: ignore[misc]
     def register(self, cfg: MutableMapping[str, Any]) -> None:
         """Take over what the YAML says, before axolotl validates and follows it."""
         self._arguments = arguments_of(cfg)
+        moves_inputs = self._arguments.get("mode") in ("legacy", "disk") and not cfg.get("adapter")
+        recomputes = moves_inputs and any(cfg.get(key) for key in _KEYS[:2])
         cfg.pop("offload", None)
-        cfg.update(dict.fromkeys(_KEYS, False))
+        cfg.update({**dict.fromkeys(_KEYS, False), "gradient_checkpointing": recomputes})
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         OffloadCallback(**self._arguments).add_to(trainer)

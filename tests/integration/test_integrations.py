@@ -7,11 +7,12 @@ and wandb are not: test_trainers_wheels.py, in the slow run, runs the tests of t
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -540,6 +541,48 @@ def test_axolotls_yaml_is_mapped_and_switched_off_for_axolotl() -> None:
     for plugin in manager.plugins.values():
         plugin.register(cfg)
     assert not any(cfg.get(key) for key in ("gradient_checkpointing", "activation_offloading", "offload"))
+
+
+@pytest.mark.req("S4-24")
+@pytest.mark.parametrize("mode", ["legacy", "disk"])
+def test_axolotl_goes_on_recomputing_where_every_weight_trains(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both switched the recompute of a full finetune off, and every saved tensor left. A stand-in has
+    axolotl's base class alone."""
+    for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["axolotl.integrations.base"].BasePlugin = object  # type: ignore[attr-defined]
+    monkeypatch.delitem(sys.modules, "offload.integrations.axolotl", raising=False)
+    plugin = importlib.import_module("offload.integrations.axolotl").OffloadPlugin()
+    sys.modules.pop("offload.integrations.axolotl")
+
+    def recomputes(**yaml: Any) -> bool:
+        plugin.register(yaml)
+        assert plugin._arguments == {"mode": mode}
+        assert not yaml["activation_offloading"]
+        return bool(yaml["gradient_checkpointing"])
+
+    on = {"gradient_checkpointing": True, "activation_offloading": mode}
+    assert recomputes(**on)
+    assert recomputes(activation_offloading=mode)
+    assert not recomputes(**on, adapter="lora")
+    assert not recomputes(offload={"mode": mode})
+
+
+@pytest.mark.req("S4-24")
+@pytest.mark.parametrize("mode", ["legacy", "disk"])
+def test_beside_the_trainers_recompute_the_inputs_of_its_checkpoints_leave(mode: str, tmp_path: Path) -> None:
+    def moved(checkpoints: bool) -> int:
+        whole(
+            tmp_path,
+            OffloadCallback(mode=mode, min_numel=1),
+            gradient_checkpointing=checkpoints,
+            max_steps=1,
+        )
+        return PipelineOffloadManager.get_instance().stats.spilled
+
+    assert 0 < 3 * moved(True) < moved(False)
 
 
 def test_torchtitans_trainer_has_the_same_bits_and_logs_the_figures(tmp_path: Path) -> None:

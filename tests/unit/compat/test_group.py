@@ -8,6 +8,7 @@ import torch
 from offload import OffloadTensorGroup
 from offload.compat.group import DYNAMIC_SHAPE_GROUPS
 from offload.device.sim import SimDevice
+from offload.engines import default_engine
 
 
 @pytest.mark.req("S2-23", "S3-5")
@@ -65,16 +66,25 @@ def test_lane_that_waits_for_the_reload_event_may_read_what_was_copied_back() ->
 
 
 @pytest.mark.req("S2-24", "S2-25")
-def test_wait_without_an_event_is_nothing_and_events_need_a_device() -> None:
+def test_wait_without_an_event_is_nothing() -> None:
     device = SimDevice()
     group = OffloadTensorGroup("core_attn", device=device)
     group.wait_offload_event(device.h2d)
     group.wait_reload_event(device.compute)
     assert not device.waits
-    with pytest.raises(
-        ValueError, match="'core_attn' was built without a device, so it has no lanes; pass device="
-    ):
-        OffloadTensorGroup("core_attn").record_offload_event(device.d2h)
+
+
+@pytest.mark.req("S2-23", "S2-24", "S2-25")
+def test_a_group_that_is_built_by_its_name_alone_has_the_lanes_of_the_default_engine() -> None:
+    """It raised: a source's caller has no device to give."""
+    device = default_engine().device
+    group = OffloadTensorGroup("core_attn")
+    group.record_offload_event(stream=device.d2h)
+    group.wait_offload_event(stream=device.h2d)
+    group.record_reload_event(stream=device.h2d)
+    group.wait_reload_event(stream=device.compute)
+    assert isinstance(device, SimDevice)
+    assert (device.waits["restore"], device.waits["read"]) == (1, 1)
 
 
 @pytest.mark.req("S2-26")

@@ -13,8 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import offload
 from offload import CaptureError, OffloadError
+from offload.compat.gradients import GradientOffloadHook
 from offload.compat.tensors import OffloadHandle, TensorOffloader
+from offload.compat.weights import WeightOffloadHook
 from offload.device.sim import ExecutorName, SimDevice
 from offload.engine import OffloadEngine
 from offload.errors import HazardError, StaleHandleError
@@ -330,3 +333,10 @@ def test_threads_share_an_offloader() -> None:
         finally:
             sys.setswitchinterval(interval)
         assert failed == []
+
+
+@pytest.mark.req("S3-12", "S3-19", "S3-26")
+def test_the_classes_are_names_of_the_package() -> None:
+    assert offload.TensorOffloader is TensorOffloader
+    assert offload.WeightOffloadHook is WeightOffloadHook
+    assert offload.GradientOffloadHook is GradientOffloadHook

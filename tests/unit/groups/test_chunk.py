@@ -33,7 +33,7 @@ def test_handler_stands_alone_with_a_pool_of_its_own_and_no_singleton() -> None:
     assert torch.equal(handler.reload(handler.offload(x)), x)
     assert pool.stats["current_in_use"] == 0
     _, (tag,) = group_of(handler, "a", x)
-    assert torch.equal(handler.tensor_pop(tag), x)
+    assert torch.equal(handler.tensor_pop(tensor_tag=tag), x)  # the source's name
     assert PipelineOffloadManager.OFFLOAD_MGR is None
 
 

@@ -313,3 +313,20 @@ def test_groups_of_a_name_that_every_layer_has_are_told_apart(manager: PipelineO
     assert handler is not None
     assert [group.name for group in handler.groups] == list(NAMES) * 3
     assert handler.get_max_deduplicated_groups() == len(NAMES)
+
+
+@pytest.mark.req("S2-30")
+def test_the_managers_pool_is_over_the_memory_that_groups_are_lent_and_shows_it(
+    manager: PipelineOffloadManager,
+) -> None:
+    """It serves copies by hand; groups are lent bytes by the arena, which nothing said."""
+    assert repr(manager.cpu_tensor_pool) == (
+        "<GPUTensorPool on cpu: 0 of 0 tensors lent, in an arena of 0 bytes that groups share>"
+    )
+    init_chunk_handler(None, None, 1)
+    state = manager.cur_forward_chunk().offload(torch.ones(4))  # type: ignore[union-attr]
+    held = manager.engine.arena.held_bytes
+    assert f"1 of 1 tensors lent, in an arena of {held:,} bytes" in repr(manager.cpu_tensor_pool)
+    assert held > 0
+    assert state.cpu_tensor.numel() == 4
+    assert repr(GPUTensorPool("cpu")) == "<GPUTensorPool on cpu: 0 of 0 tensors lent>"

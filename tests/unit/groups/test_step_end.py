@@ -98,6 +98,29 @@ def test_summary_is_empty_before_the_plan_and_counts_what_leaves_after(
     assert manager.offload_summary_bytes == {"fc1": 3 * fc1, "act": 3 * act}
 
 
+@pytest.mark.req("S2-34", "S2-41", "S2-42")
+def test_the_table_leaves_out_what_found_no_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """It counted the plan: 75.50 MB were printed, and 8.39 moved."""
+    limit = 8 << 10
+    with installed(build_manager(print_summary=True, host_limit_bytes=limit)) as manager:
+        assert manager is not None
+        driver = Driver(build_stages(1, 4, ("fc1", "act")))
+        driver.step(gpipe(2))
+        refused = manager.stats.refused_bytes
+        assert refused > 0
+        moved, summary = sum(manager.step_offload_bytes.values()), manager.offload_summary_bytes
+        out = capsys.readouterr().out
+        driver.step(gpipe(2))
+        assert 0 < sum(summary.values()) <= moved <= limit
+        assert moved == manager.stats.spill_bytes
+        assert "Activation Offload Summary (MB)" in out
+        assert f"{moved / 1e6:.2f}" in out.splitlines()[-1]
+    with installed(build_manager()) as manager:
+        assert manager is not None
+        Driver(build_stages(1, 4, ("fc1", "act"))).step(gpipe(2))
+        assert sum(manager.step_offload_bytes.values()) > moved
+
+
 @pytest.mark.req("S2-38", "S2-42")
 def test_callback_by_hand_ends_warm_up_prints_and_wants_as_many_backwards_as_forwards(
     capsys: pytest.CaptureFixture[str],

@@ -234,12 +234,15 @@ def test_fraction_0_has_no_cpu_optimizer_and_fraction_1_no_gpu_optimizer() -> No
     assert every.cpu_optimizers
 
 
+@pytest.mark.req("S3-33")
 def test_there_is_an_optimizer_a_bucket_and_one_in_all_where_a_step_is_atomic() -> None:
     options = {"offload_fraction": 1.0, "cpu_share": 1.0, "bucket_bytes": 4096}
     in_buckets, atomic = hybrid(net(), **options), hybrid(net(), atomic_step=True, **options)
     padded = sum(-(-parameter.numel() // 16) * 16 for parameter in net().parameters())
     assert len(in_buckets.cpu_optimizers) == -(-4 * padded // 4096)
     assert len(atomic.cpu_optimizers) == 1
+    waits = hybrid(net(), overlap_cpu_optimizer_d2h_h2d=False, **options)
+    assert len(waits.cpu_optimizers) == len(in_buckets.cpu_optimizers)
 
 
 @pytest.mark.req("S3-29")

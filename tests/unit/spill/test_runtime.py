@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload import ActivationConfig, ActivationRuntime, StaleHandleError
+from offload import ActivationConfig, ActivationRuntime, StaleHandleError, spill
 from offload.client import Client
 from offload.compat import stagehand
 from offload.errors import OffloadError
@@ -51,11 +51,14 @@ def short(order: str, meter: LivingStorages | None = None, **fields: Any) -> dic
 
 @pytest.mark.req("S0-52", "S0-74")
 def test_each_part_is_there_under_the_sources_name() -> None:
-    assert set(stagehand.__dict__) >= {
+    names = {
         *("ActivationHookContext", "ActivationBudgetManager", "ActivationStepMetrics", "ActivationTelemetry"),
         *("ActivationScheduler", "ActivationRuntime", "CheckpointCoordinator", "CPUSpillBackend"),
         *("ActivationRecord", "ActivationRegistry", "ActivationState", "ActivationTransfer"),
+        *("ActivationConfig", "ActivationStagehandConfig", "ActivationTransferEngine"),
     }
+    assert set(spill.__all__) == names
+    assert all(getattr(stagehand, name) is getattr(spill, name) for name in names)
     with runtime_of() as runtime:
         parts = (runtime.config, runtime.registry, runtime.transfer, runtime.budget, runtime.telemetry)
         assert [type(part).__module__.rpartition(".")[2] for part in parts] == [
