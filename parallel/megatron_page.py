@@ -16,7 +16,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, TypeVar
@@ -139,12 +139,18 @@ def _take_cap_back(max_inflight_offloads: int | None) -> None:
 
 
 def is_tagged_to_stay(tensor: torch.Tensor) -> bool:
-    """Whether a tensor carries one of the attributes that Megatron's own engine respects. Up to 0.18 the
-    first, from 0.19 on the others."""
-    return (
-        getattr(tensor, "offloading_activation", True) is False
-        or bool(getattr(tensor, "_TE_do_not_offload", False))
-        or bool(getattr(tensor, "_do_not_offload", False))
+    """Whether a tensor, or a member of one that TransformerEngine has quantized (`get_data_tensors`), carries
+    one of the attributes that Megatron's own engine respects. Up to 0.18 the first, from 0.19 on the
+    others."""
+    members: Sequence[Any] = ()
+    if (of := getattr(tensor, "get_data_tensors", None)) is not None:
+        with suppress(Exception):  # of somebody else's wrapper, which may have no data at the moment
+            members = of()
+    return any(
+        getattr(one, "offloading_activation", True) is False
+        or bool(getattr(one, "_TE_do_not_offload", False))
+        or bool(getattr(one, "_do_not_offload", False))
+        for one in (tensor, *members)
     )
 
 
@@ -294,15 +300,15 @@ def reset(process_group: Any = None) -> None:
 def print_offload_summary_table(
     total_offload_bytes: dict[str, int], duplicates: Any = None, process_group: Any = None
 ) -> None:
-    """The table of all ranks, bytes by group. duplicates: bytes by group that another engine copied twice;
-    this one copies a storage once, so they are logged, not printed. A second position that is no mapping is
-    the process group. Blocks the host: as the engine's."""
+    """The table of all ranks, bytes by group. duplicates: by group, bytes that another engine copied twice,
+    or its copies and their bytes; this one copies a storage once, so they are logged, not printed. A second
+    position that is no mapping is the process group. Blocks the host: as the engine's."""
     if duplicates is not None and not isinstance(duplicates, Mapping):
         duplicates, process_group = None, duplicates
     if duplicates:
         logger.warning(
             "the summary table has no column for duplicate copies, left out: %s bytes",
-            f"{sum(duplicates.values()):,}",
+            f"{sum(one[-1] if isinstance(one, tuple) else one for one in duplicates.values()):,}",
         )
     offload.print_offload_summary_table(total_offload_bytes, process_group=process_group)
 

@@ -219,12 +219,16 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
         self._queue.clear()
         self._walk = 0
 
-    def reset(self) -> StepStats:
-        """A new iteration begins: the same as `step_end`."""
+    def reset(self, process_group: Any = None) -> StepStats:
+        """A new iteration begins: the same as `step_end`. process_group: the ranks whose table is printed;
+        None leaves it as it was."""
+        self.process_group = self.process_group if process_group is None else process_group
         return self.step_end()
 
-    def post_warmup_callback(self) -> None:
-        """End warm-up: choose what stays from what this step was seen to do, and print the summary."""
+    def post_warmup_callback(self, process_group: Any = None) -> None:
+        """End warm-up: choose what stays from what this step was seen to do, and print the summary.
+        process_group: as of `reset`."""
+        self.process_group = self.process_group if process_group is None else process_group
         with self.engine.lock:
             forwards, backwards = len(set(self._forward_order)), len(self._backward_order)
             assert forwards == backwards, (

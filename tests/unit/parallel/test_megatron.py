@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import offload
 import offload.fine_grained_activation_offload as engine_page
@@ -29,7 +30,7 @@ from offload import (
 from offload.device.sim import SimDevice
 from parallel import megatron
 from parallel.megatron_page import FineGrainedActivationOffloadingInterface as Interface
-from parallel.megatron_page import megatron_version, names_of
+from parallel.megatron_page import is_tagged_to_stay, megatron_version, names_of
 from tests.forks import forked
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -348,12 +349,24 @@ def test_context_installs_the_hooks_of_an_open_group(manager: PipelineOffloadMan
     assert spilled(manager) == BYTES
 
 
+def tagged(tensor: Tensor) -> Tensor:
+    vars(tensor)["_TE_do_not_offload"] = True
+    return tensor
+
+
 @pytest.mark.parametrize(
-    "tag", [{"offloading_activation": False}, {"_do_not_offload": True}, {"_TE_do_not_offload": True}]
+    "tag",
+    [
+        {"offloading_activation": False},
+        {"_do_not_offload": True},
+        {"_TE_do_not_offload": True},
+        {"get_data_tensors": lambda: (None, tagged(torch.ones(2)))},
+    ],
 )
 def test_tagged_tensor_stays_and_its_neighbour_leaves(
-    manager: PipelineOffloadManager, tag: dict[str, bool]
+    manager: PipelineOffloadManager, tag: dict[str, Any]
 ) -> None:
+    """TransformerEngine tags what lies in its quantized tensors, which nobody looked into."""
     begin()
     stays, leaves = leaf() * 1, leaf() * 2
     vars(stays).update(tag)
@@ -361,6 +374,19 @@ def test_tagged_tensor_stays_and_its_neighbour_leaves(
         y = stays * leaves
     Interface.group_commit(y, "core_attn").sum().backward()
     assert spilled(manager) == BYTES
+
+
+def test_a_wrapper_whose_data_cannot_be_asked_for_leaves_as_any_other(
+    manager: PipelineOffloadManager,
+) -> None:
+    def empty() -> tuple[Tensor, ...]:
+        raise RuntimeError("no data")
+
+    begin()
+    x = leaf() * 1
+    for members in (empty, lambda: (None, torch.ones(2))):
+        vars(x)["get_data_tensors"] = members
+        assert not is_tagged_to_stay(x)
 
 
 def test_tagged_tensor_stays_whatever_group_is_around(manager: PipelineOffloadManager) -> None:
@@ -552,6 +578,12 @@ def test_reset_ends_the_step_and_keeps_the_process_group(manager: PipelineOffloa
     assert manager.process_group is group
     Interface.reset()
     assert manager.process_group is group
+    other = object()
+    manager.reset(process_group=other)  # core 0.20
+    assert manager.process_group is other
+    manager.reset()
+    manager.post_warmup_callback(process_group=group)
+    assert manager.process_group is group
 
 
 def test_reset_without_a_manager_makes_none() -> None:
@@ -567,6 +599,9 @@ def test_table_says_that_duplicates_have_no_column(
     show({"core_attn": 2**20}, {"core_attn": 1234})
     assert "core_attn" in capsys.readouterr().out
     assert "1,234 bytes" in caplog.text
+    caplog.clear()
+    show({"core_attn": 2**20}, {"core_attn": (2, 1234), "moe_act": (1, 10)}, process_group=None)
+    assert "1,244 bytes" in caplog.text  # as 0.20 has them: copies, and their bytes
     caplog.clear()
     show({"core_attn": 2**20}, {}, process_group=None)
     assert not caplog.text
