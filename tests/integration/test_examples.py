@@ -62,6 +62,18 @@ def test_a_loop_of_ones_own_moves_what_its_blocks_save(capsys: pytest.CaptureFix
     assert share_held() < 0.5
 
 
+def test_what_torch_remat_saves_of_a_block_leaves_with_the_bits_of_no_offload() -> None:
+    """It packs by the hooks around its checkpoint, which are offload's."""
+    pytest.importorskip("torch_remat", reason="test_trainers_wheels.py installs torch_remat")
+    plain = run("remat", steps=2, offloaded=False).state_dict()
+    found = run("remat", steps=2).state_dict()
+    assert all(torch.equal(found[name], wanted) for name, wanted in plain.items())
+    # of each block the input, what the norm gives the attention, and the mlp's: two and two wide ones
+    assert offload.report().as_dict()["last_step"]["saved_bytes"] == 4 * (4 + 2 * 4) * 1024 * 256 * 4
+    assert moved_bytes() > 0
+    assert share_held() < 0.5
+
+
 def test_a_model_that_is_larger_than_its_device_trains_with_the_bits_of_plain_torch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -1,5 +1,5 @@
-"""TRL, axolotl, torchtitan, TensorBoard and wandb, unchanged, in a folder of their own: beside what
-scripts/env.sh installs they would make each import of transformers' Trainer a second longer.
+"""TRL, axolotl, torchtitan, torch_remat, TensorBoard and wandb, unchanged, in a folder of their own: beside
+what scripts/env.sh installs they would make each import of transformers' Trainer a second longer.
 
 As far as a CPU can: torchtitan_on_cpu.py answers what torchtitan asks of a GPU. axolotl's command has a
 folder with the versions that it asks for, and what it imports of the rest.
@@ -62,3 +62,9 @@ def test_axolotls_command_trains_with_the_same_bits(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == "equal: hidden_states, optimizer"
+
+
+@pytest.mark.slow
+def test_what_torch_remat_saves_leaves(tmp_path: Path) -> None:
+    target = install(tmp_path, "torch_remat==0.2.2")
+    assert passed(target, "tests/integration/test_examples.py", "-k", "torch_remat") == 1
