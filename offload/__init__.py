@@ -24,6 +24,15 @@ from offload.apply import activations, apply
 from offload.compare import Compared as Compared
 from offload.compare import Comparison as Comparison
 from offload.compare import compare as compare
+from offload.compat.autograd import (
+    FineGrainedOffloadingBackwardRecordFunction as FineGrainedOffloadingBackwardRecordFunction,
+)
+from offload.compat.autograd import (
+    FineGrainedOffloadingGroupCommitFunction as FineGrainedOffloadingGroupCommitFunction,
+)
+from offload.compat.autograd import (
+    FineGrainedOffloadingGroupStartFunction as FineGrainedOffloadingGroupStartFunction,
+)
 from offload.compat.gradients import GradientOffloadHook as GradientOffloadHook
 from offload.compat.group import OffloadTensorGroup as OffloadTensorGroup
 
@@ -37,6 +46,7 @@ from offload.compat.interface import (
     FineGrainedActivationOffloadingInterface as FineGrainedActivationOffloadingInterface,
 )
 from offload.compat.manager import PipelineOffloadManager
+from offload.compat.queue import VirtualPipelineQueue as VirtualPipelineQueue
 from offload.compat.tensor_pool import GPUTensorPool as GPUTensorPool
 from offload.compat.tensor_pool import TensorPool as TensorPool
 from offload.compat.tensors import TensorOffloader as TensorOffloader
@@ -73,6 +83,7 @@ from offload.marks import (
 from offload.marks import flush_delayed_groups as flush_delayed_groups
 from offload.marks import forward_record as forward_record
 from offload.marks import reset as reset
+from offload.memory.arena import HostArena as HostArena
 from offload.optim import FSDPGPUOptimizerWrapper, HybridDeviceOptimizer
 from offload.plot import Trace as Trace
 from offload.plot import plot, tracing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import re
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import offload
 from offload import PipelineOffloadManager
 from tests.ranks import run_ranks
 
@@ -55,6 +57,36 @@ def test_the_readme_shows_an_example_of_marks_and_the_table_that_its_two_ranks_p
 
 def test_the_readme_is_short() -> None:
     assert len(README.read_text().split()) <= 1500
+
+
+def rows_underneath() -> list[tuple[list[str], Path]]:
+    """Of each row of README's table of what is underneath: the names, and the file that it links to."""
+    _, _, behind = README.read_text().partition("| what | name in `offload` | file | what it does |\n")
+    cells = [line.split("|") for line in behind.partition("\n\n")[0].splitlines()[1:]]
+    return [
+        (re.findall(r"`(\w+)`", row[2]), ROOT / re.search(r"\]\((.*?)\)", row[3])[1])  # type: ignore[index]
+        for row in cells
+    ]
+
+
+def test_each_name_of_the_table_of_what_is_underneath_imports_and_lies_in_its_file() -> None:
+    """Who held the design card found half of its nouns: README had no word of the manager, the chunk
+    handlers, the queue, the flush, the event records and the pool."""
+    names = [name for row, _ in rows_underneath() for name in row]
+    assert len(names) == len(set(names)) > 10
+    for row, file in rows_underneath():
+        for name in row:
+            found = inspect.getsourcefile(inspect.unwrap(getattr(offload, name)))
+            assert Path(str(found)) == file, name
+    page = (DOCS / "microbatch.md").read_text()
+    assert [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_each_package_that_a_wheel_needs_is_named_with_what_it_serves() -> None:
+    text, setup = README.read_text(), (ROOT / "setup.py").read_text()
+    needed = re.findall(r'"(\w+)', setup.split("install_requires=[")[1].split("]")[0])
+    assert len(needed) > 4
+    assert [name for name in (*needed, "pytest-xdist", "setup.py") if f"`{name}`" not in text] == []
 
 
 def anchors(page: Path) -> set[str]:
