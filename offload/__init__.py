@@ -20,42 +20,39 @@ from __future__ import annotations
 
 from offload import packages, process, versions
 from offload.apply import Applied as Applied
-from offload.apply import activations, apply
+from offload.apply import activations, apply, remove
 from offload.compare import Compared as Compared
 from offload.compare import Comparison as Comparison
-from offload.compare import compare as compare
+from offload.compare import compare
 from offload.compat.autograd import (
-    FineGrainedOffloadingBackwardRecordFunction as FineGrainedOffloadingBackwardRecordFunction,
-)
-from offload.compat.autograd import (
-    FineGrainedOffloadingGroupCommitFunction as FineGrainedOffloadingGroupCommitFunction,
-)
-from offload.compat.autograd import (
-    FineGrainedOffloadingGroupStartFunction as FineGrainedOffloadingGroupStartFunction,
+    FineGrainedOffloadingGroupCommitFunction,
+    FineGrainedOffloadingGroupStartFunction,
 )
 from offload.compat.gradients import GradientOffloadHook as GradientOffloadHook
-from offload.compat.group import OffloadTensorGroup as OffloadTensorGroup
-
-# the errors one by one and the sources' spellings are importable, and no part of `__all__`
-from offload.compat.handler import ChunkOffloadHandler as ChunkOffloadHandler
-from offload.compat.hidden_states import hidden_states_offload as hidden_states_offload
-from offload.compat.hidden_states import patch_hidden_states_offload as patch_hidden_states_offload
-from offload.compat.hidden_states import unpatch_hidden_states_offload as unpatch_hidden_states_offload
+from offload.compat.group import OffloadTensorGroup
+from offload.compat.handler import ChunkOffloadHandler
+from offload.compat.hidden_states import (
+    hidden_states_offload,
+    patch_hidden_states_offload,
+    unpatch_hidden_states_offload,
+)
 from offload.compat.interface import ActivationOffloadContext as ActivationOffloadContext
 from offload.compat.interface import (
     FineGrainedActivationOffloadingInterface as FineGrainedActivationOffloadingInterface,
 )
 from offload.compat.manager import PipelineOffloadManager
-from offload.compat.queue import VirtualPipelineQueue as VirtualPipelineQueue
-from offload.compat.tensor_pool import GPUTensorPool as GPUTensorPool
+from offload.compat.queue import VirtualPipelineQueue
+from offload.compat.tensor_pool import GPUTensorPool
 from offload.compat.tensor_pool import TensorPool as TensorPool
 from offload.compat.tensors import TensorOffloader as TensorOffloader
 from offload.compat.weights import WeightOffloadHook as WeightOffloadHook
-from offload.conductor.arbiter import Conductor as Conductor
+from offload.conductor.arbiter import Conductor
 from offload.conductor.config import ConductorConfig as ConductorConfig
 from offload.config import OffloadConfig
-from offload.device.numbers import read_numbers as read_numbers
+from offload.device.numbers import read_numbers
 from offload.engine import OffloadEngine
+
+# the errors one by one and other spellings of the sources are importable, and no part of `__all__`
 from offload.errors import CaptureError as CaptureError
 from offload.errors import GroupOrderError as GroupOrderError
 from offload.errors import HazardError as HazardError
@@ -65,13 +62,15 @@ from offload.errors import RecomputeDiffersError as RecomputeDiffersError
 from offload.errors import RecordStateError as RecordStateError
 from offload.errors import StaleHandleError as StaleHandleError
 from offload.errors import WeightFileError as WeightFileError
-from offload.load import load_weights as load_weights
-from offload.marks import backward_record as backward_record
+from offload.load import load_weights
 from offload.marks import (
+    backward_record,
     capturing,
     configure,
     disable_offload,
     enable_offload,
+    flush_delayed_groups,
+    forward_record,
     group_commit,
     group_start,
     init_chunk_handler,
@@ -80,10 +79,8 @@ from offload.marks import (
     selective_contexts,
     step_end,
 )
-from offload.marks import flush_delayed_groups as flush_delayed_groups
-from offload.marks import forward_record as forward_record
 from offload.marks import reset as reset
-from offload.memory.arena import HostArena as HostArena
+from offload.memory.arena import HostArena
 from offload.optim import FSDPGPUOptimizerWrapper, HybridDeviceOptimizer
 from offload.plot import Trace as Trace
 from offload.plot import plot, tracing
@@ -91,12 +88,11 @@ from offload.report import Report as Report
 from offload.report import report
 from offload.spill.backend_cpu import CPUSpillBackend as CPUSpillBackend
 from offload.spill.config import ActivationConfig as ActivationConfig
-from offload.spill.runtime import ActivationRuntime as ActivationRuntime
+from offload.spill.runtime import ActivationRuntime
 from offload.telemetry.records import StepStats
 from offload.telemetry.summary import print_offload_summary_table as print_offload_summary_table
 from offload.transfer.captures import CapturedRegion as CapturedRegion
-from offload.weights.quant_linear import QuantLinear as QuantLinear
-from offload.weights.quant_linear import QuantLinearLoRA as QuantLinearLoRA
+from offload.weights.quant_linear import QuantLinear, QuantLinearLoRA
 
 __version__ = "0.1.0"
 
@@ -106,28 +102,49 @@ packages.install()
 versions.warn_if_untested()
 
 __all__ = [
+    "ActivationRuntime",
+    "ChunkOffloadHandler",
+    "Conductor",
     "FSDPGPUOptimizerWrapper",
+    "FineGrainedOffloadingGroupCommitFunction",
+    "FineGrainedOffloadingGroupStartFunction",
+    "GPUTensorPool",
+    "HostArena",
     "HostBudgetError",
     "HybridDeviceOptimizer",
     "OffloadConfig",
     "OffloadEngine",
     "OffloadError",
+    "OffloadTensorGroup",
     "PipelineOffloadManager",
+    "QuantLinear",
+    "QuantLinearLoRA",
     "StepStats",
+    "VirtualPipelineQueue",
     "activations",
     "apply",
+    "backward_record",
     "capturing",
+    "compare",
     "configure",
     "disable_offload",
     "enable_offload",
+    "flush_delayed_groups",
+    "forward_record",
     "group_commit",
     "group_start",
+    "hidden_states_offload",
     "init_chunk_handler",
+    "load_weights",
     "mark_not_offloadable",
     "offload_hooks",
+    "patch_hidden_states_offload",
     "plot",
+    "read_numbers",
+    "remove",
     "report",
     "selective_contexts",
     "step_end",
     "tracing",
+    "unpatch_hidden_states_offload",
 ]

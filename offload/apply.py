@@ -83,6 +83,7 @@ __all__ = [
     "infer_steps",
     "is_applied",
     "is_declined",
+    "remove",
     "weights_root",
 ]
 
@@ -333,16 +334,16 @@ def apply(
     mode: Mode | None = None,
     blocks: Modules | None = None,
     modules: Modules | None = None,
-    device_limit: int | str | None = None,
-    host_limit: int | str | None = None,
+    device_limit: float | str | None = None,
+    host_limit: float | str | None = None,
     min_numel: int | None = None,
-    device_total: int | str | None = None,
-    high: int | str | None = None,
-    low: int | str | None = None,
+    device_total: float | str | None = None,
+    high: float | str | None = None,
+    low: float | str | None = None,
     no_recompute: str | Sequence[str] | None = None,
     recompute_differs: Literal["raise", "warn"] = "raise",
-    host_reserve: int | str | None = None,
-    weights: int | str | None = None,
+    host_reserve: float | str | None = None,
+    weights: float | str | None = None,
     quantize: str | PathLike[str] | None = None,
     conductor: Conducted = None,
     device: torch.device | int | str | None = None,
@@ -377,8 +378,9 @@ def apply(
     device_limit, host_limit: bytes, or text such as "8GB" or "500 MiB"; device_limit also "60%" of the GPU.
         As device_limit_bytes and host_limit_bytes of OffloadConfig: they hold for the process. Only "groups"
         and "selective" keep tensors on the device because a limit leaves room for them.
-    min_numel: elements; a smaller tensor stays. None takes min_offloaded_tensor_size of the config, 1 Mi by
-        default; where every tensor may leave (True, "legacy", "disk", "watermark") it is 512.
+    min_numel: elements; a smaller saved tensor, weight or gradient stays. None takes
+        min_offloaded_tensor_size of the config, 1 Mi by default; where every tensor may leave (True,
+        "legacy", "disk", "watermark") it is 512; for weights and gradients it is 1 Mi.
     device_total: for mode "auto": all active bytes on the GPU, weights, gradients and working set included;
         bytes, text or a share of it. None: what makes a step at most a hundredth longer and frees most. The
         optimizer's step is not lowered by it. Memory peaks of torch.cuda are reset at the begin of the steps
@@ -396,7 +398,7 @@ def apply(
     weights: "host": the weights of all blocks wait in pinned memory, and each block's come before it
         computes, in the forward and in the backward; two blocks are on the device at once. Bytes or text such
         as "6GB": so much of them stays, or passes, on the device, with which the step is shortest. Resident
-        are parameters outside of the blocks, of adapters, under 1 Mi elements, and tied ones. The model may
+        are parameters outside of the blocks, of adapters, below min_numel, and tied ones. The model may
         be on the CPU: what does not stream moves to the device; or on meta, for `load_weights` to fill.
         Weights are frozen, or an optimizer of torch's steps them on the device. docs/weights.md has what goes
         with what.
@@ -407,10 +409,10 @@ def apply(
         read from there, whatever the model has; SlabError where they do not fit it.
     device: where a model with `weights` trains, such as "cuda:1". None: where the engine of this process is,
         the current GPU by default. "cpu" is the simulated device.
-    gradients: "host": the gradients of all parameters of 1 Mi elements and more wait in pinned memory from
-        where a backward has made them on. The next backward adds to them on the device, as torch does, and
-        clipping, scaling, optimizers and the loop find them there when they ask. "device": they stay. None:
-        those of weights that stream wait on the host, others stay.
+    gradients: "host": the gradients of all parameters of min_numel elements and more wait in pinned memory
+        from where a backward has made them on. The next backward adds to them on the device, as torch does,
+        and clipping, scaling, optimizers and the loop find them there when they ask. "device": they stay.
+        None: those of weights that stream wait on the host, others stay.
     optimizer: of torch.optim, stepping parameters of the model: its state goes to the host, as that of a
         HybridDeviceOptimizer with offload_fraction=1, which it is from now on. It stays the same object, with
         its groups, state and hooks, and what a scheduler has put on it. One that is a HybridDeviceOptimizer
@@ -491,8 +493,10 @@ def apply(
     where = here if device is None else device_of(device)
     engine = None if before is None or where != here else before.engine
     conducted = conductor_config(conductor, engine, where)
-    choice, slab = (None, None) if weights is None else chosen_weights(model, streamed, where, quantize)
-    wait = waiting_gradients(model, gradients, choice)
+    choice, slab = None, None
+    if weights is not None:
+        choice, slab = chosen_weights(model, streamed, where, quantize, least=min_numel)
+    wait = waiting_gradients(model, gradients, choice, min_numel)
     parts = parts_of(model, where, choice, limit_bytes, wait, optimizer, limited.device_limit_bytes)
     refuse_beyond_host(parts, engine, limited.host_limit_bytes)
     if conducted is not None and (where.type == "cuda" or conductor is not True):  # else nobody gave the cap
@@ -595,6 +599,26 @@ def apply(
     for module in mind_adapters(model, mode):
         handle._undo.callback(setattr, module, "gradient_checkpointing", True)
     return handle
+
+
+def remove(model: nn.Module) -> None:
+    """`remove()` of every handle on `model` and on modules inside it, whoever has them; as that, it does
+    nothing where there is none. Raises ValueError for a handle on a model around this one, of which nothing
+    has changed then; else as `Applied.remove`."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"remove got a {type(model).__name__}, must be a torch.nn.Module")
+    inside = set(model.modules())
+    hooked = [*_watermarked.items(), *_applied.items()]
+    handles = dict.fromkeys(handle for module, handle in hooked if module in inside)
+    for handle in handles:
+        if (around := handle._model()) not in inside:
+            raise ValueError(
+                f"remove() of a {type(model).__name__} that is a part of what {handle!r} is of; give that "
+                f"{type(around).__name__}"
+            )
+    for handle in handles:
+        handle.remove()
+    _declined.difference_update(inside)
 
 
 def _check_unused(where: torch.device) -> None:
@@ -721,9 +745,9 @@ def _planner_here(manager: GroupsManager | None, total_bytes: int | None) -> Aut
 def _config_for(
     config: OffloadConfig,
     mode: Mode,
-    device_limit: int | str | None,
-    host_limit: int | str | None,
-    host_reserve: int | str | None,
+    device_limit: float | str | None,
+    host_limit: float | str | None,
+    host_reserve: float | str | None,
 ) -> OffloadConfig:
     total = device_bytes()
     given = {

@@ -146,7 +146,7 @@ class Comparison:
 def compare(
     model: nn.Module,
     step: Callable[[], object],
-    within: int | str | None = None,
+    within: float | str | None = None,
     modes: Sequence[Mode | Mapping[str, Any]] | None = None,
     *,
     stateful: Sequence[Any] = (),
@@ -180,7 +180,7 @@ def _compared(
     ranks: _Ranks,
     model: nn.Module,
     step: Callable[[], object],
-    within: int | str | None,
+    within: float | str | None,
     modes: Sequence[Mode | Mapping[str, Any]] | None,
     stateful: Sequence[Any],
     budget_s: float,

@@ -123,7 +123,9 @@ def check_mode(name: str, value: object) -> Mode:
     """`value`; ValueError unless it is one of MODES."""
     if isinstance(value, (bool, str)) and value in MODES:
         return value
-    raise ValueError(f"{name} is {value!r}, must be one of {', '.join(map(repr, MODES))}")
+    near = get_close_matches(str(value).lower(), [mode for mode in MODES if isinstance(mode, str)], 1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{name} is {value!r}, must be one of {', '.join(map(repr, MODES))}{meant}")
 
 
 def check_bytes(name: str, value: object, *, least: int = 0) -> None:
@@ -226,20 +228,20 @@ class OffloadConfig:
             min_offloaded_tensor_size: int = ...,
             activation_offloading: Mode = ...,
             activation_offload_fraction: float = ...,
-            delta_offload_bytes_across_pp_ranks: int | str = ...,
+            delta_offload_bytes_across_pp_ranks: float | str = ...,
             pp_rank: int = ...,
             max_inflight_offloads: int | None = ...,
-            device_limit_bytes: int | str | None = ...,
-            max_spilling_bytes: int | str | None = ...,
-            max_restoring_bytes: int | str | None = ...,
-            piece_bytes: int | str = ...,
-            host_limit_bytes: int | str | None = ...,
-            host_reserve_bytes: int | str = ...,
+            device_limit_bytes: float | str | None = ...,
+            max_spilling_bytes: float | str | None = ...,
+            max_restoring_bytes: float | str | None = ...,
+            piece_bytes: float | str = ...,
+            host_limit_bytes: float | str | None = ...,
+            host_reserve_bytes: float | str = ...,
             trim_host: bool = ...,
             trim_device: bool = ...,
             disk_directory: str | None = ...,
-            disk_limit_bytes: int | str | None = ...,
-            disk_ahead_bytes: int | str | None = ...,
+            disk_limit_bytes: float | str | None = ...,
+            disk_ahead_bytes: float | str | None = ...,
             audit: bool = ...,
         ) -> None: ...
 

@@ -1,14 +1,16 @@
-"""Sizes as people write them: a whole number of bytes, a number with a unit ("8GB", "1.5 GiB"), a share of
-something whose size is known ("60%").
+"""Sizes as people write them: a number of bytes (22e9, "22e9"), a number with a unit ("8GB", "8G", "1.5
+GiB"), a share of something whose size is known ("60%").
 
-One invariant: a size is read exactly, by fractions and not by floats, and rounded down to whole bytes; text
-that could be read in two ways ("8", "8G") is refused.
+One invariant: text is read exactly, by fractions and not by floats, and rounded down to whole bytes; a number
+that is likely to lack its unit ("8", 0.5) is refused.
 """
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
+from math import isfinite
+from numbers import Real
 
 __all__ = ["argument_bytes", "bytes_text", "enough_text", "is_count", "optional_bytes", "parse_bytes"]
 
@@ -18,11 +20,13 @@ LEAST_BARE_BYTES = 10**6
 UNITS = {"b": 1} | {
     prefix + unit: base**power
     for power, prefix in enumerate("kmgt", start=1)
-    for unit, base in (("b", 1000), ("ib", 1024))
+    for unit, base in (("b", 1000), ("ib", 1024), ("", 1000), ("i", 1024))
 }
-"""Bytes by unit, in small letters: "gb" is 1000**3 and "gib" 1024**3."""
+"""Bytes by unit, in small letters: "gb" and "g" are 1000**3, "gib" and "gi" 1024**3."""
 
-SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-z]+|%)\s*", re.IGNORECASE | re.ASCII)
+SIZE = re.compile(
+    r"\s*(?P<number>\d+(?:\.\d+)?(?:e\+?\d{1,2})?)\s*(?P<unit>[a-z]*|%)\s*", re.IGNORECASE | re.ASCII
+)
 
 
 def is_count(value: object, least: int = 0) -> bool:
@@ -33,8 +37,9 @@ def is_count(value: object, least: int = 0) -> bool:
 def parse_bytes(value: object, *, name: str, of_bytes: int | None = None, least: int = 0) -> int:
     """The bytes that `value` stands for.
 
-    value: a whole number of bytes, or text: a number and one of B, kB, MB, GB, TB (powers of 1000), KiB, MiB,
-    GiB, TiB (powers of 1024), in small or capital letters, with or without a space; or "60%".
+    value: a whole number of bytes, or a float of at least 1 MB, rounded down; or text: such a number; or a
+    number and one of B, kB, MB, GB, TB (powers of 1000; also k, M, G, T), KiB, MiB, GiB, TiB (powers of
+    1024), in small or capital letters, with or without a space; or "60%".
     name: of the setting, for the messages. of_bytes: what 100% is; None where no share can be given.
     Raises ValueError for anything else, and for less than `least` bytes. Never blocks.
     """
@@ -82,12 +87,17 @@ def argument_bytes(value: object, *, name: str, of_bytes: int | None = None, lea
 def _parsed(value: object, name: str, of_bytes: int | None, least: int, or_none: str) -> int:
     if isinstance(value, int) and is_count(value, least):
         return value
+    bare = isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+    if bare and value >= max(least, LEAST_BARE_BYTES):  # type: ignore[operator]
+        return int(value)  # type: ignore[call-overload, no-any-return]
     if isinstance(value, str) and (match := SIZE.fullmatch(value)):
         number, unit = Fraction(match["number"]), match["unit"].lower()
         if unit == "%":
             nbytes = _share(number, value, name, of_bytes)
-        else:
+        elif unit:
             nbytes = int(number * UNITS[unit]) if unit in UNITS else -1
+        else:
+            nbytes = int(number) if number >= LEAST_BARE_BYTES else -1
         if nbytes >= least:
             return nbytes
     share = "" if of_bytes is None else ", or a share, as in '60%'"

@@ -41,7 +41,7 @@ class Marks(NamedTuple):
     low: int
 
 
-def marks_of(high: int | str | None, low: int | str | None) -> Marks:
+def marks_of(high: float | str | None, low: float | str | None) -> Marks:
     """The marks of mode="watermark". Raises ValueError for marks that cannot be."""
     total = device_bytes()
     high_bytes = argument_bytes(high, name="high", of_bytes=total)

@@ -71,12 +71,14 @@ class WeightsRoot(Root):
             self._manager().end_inferred_forward()
 
 
-def weights_limit(weights: int | str | None) -> int | None:
+def weights_limit(weights: float | str | None) -> int | None:
     """Bytes of `weights=`; None for "host". Raises ValueError."""
     if weights is None or weights == "host":
         return None
-    name = 'weights, which is "host" or a size,'
-    return argument_bytes(weights, name=name, of_bytes=device_bytes(), least=0)
+    try:
+        return argument_bytes(weights, name="weights", of_bytes=device_bytes(), least=0)
+    except ValueError as error:
+        raise ValueError(f'{error}; or weights="host": those of all blocks wait there') from None
 
 
 def device_of(device: torch.device | int | str) -> torch.device:
@@ -100,12 +102,15 @@ def check_gradients(gradients: str | None) -> None:
         )
 
 
-def waiting_gradients(model: nn.Module, gradients: str | None, choice: Choice | None) -> list[str]:
+def waiting_gradients(
+    model: nn.Module, gradients: str | None, choice: Choice | None, least: int | None = None
+) -> list[str]:
     """Names of the parameters whose gradients may wait on the host; choice: of the weights that stream.
-    Raises ValueError where that cannot be; nothing has changed."""
+    least: elements of the others, None for 1 Mi. Raises ValueError where that cannot be; nothing has
+    changed."""
     if gradients == "device" or (gradients is None and choice is None):
         return []
-    found = choose_gradients(model, None if gradients == "host" else choice)
+    found = choose_gradients(model, None if gradients == "host" else choice, least)
     named = {id(model.get_parameter(name)): name for name in found}
     taken = 'apply(gradients="host"), and takes its gradient in the backward'
     _refuse_stepped(named, taken, in_backward=True)
@@ -130,14 +135,15 @@ def chosen_weights(
     quantized: str | PathLike[str] | None = None,
     *,
     every: bool = False,
+    least: int | None = None,
 ) -> tuple[Choice, Slab | None]:
     """Which weights of the blocks stream to `where`, and which as INT8, of a slab if `quantized` is its
-    manifest. every: also small ones, and those of adapters. Raises ValueError where that cannot be; nothing
-    has changed."""
+    manifest. every: also small ones, and those of adapters. least: elements, None for 1 Mi.
+    Raises ValueError where that cannot be; nothing has changed."""
     for name, module in model.named_modules():
         refuse_recorded_graphs(module, name or type(model).__name__)
     adapters = is_adapter if not every else lambda name: False
-    choice = choose(model, blocks, adapters, where, every)
+    choice = choose(model, blocks, adapters, where, 1 if every else least)
     streamed = {id(weight.parameter): weight.name for each in choice.blocks.values() for weight in each}
     _refuse_stepped(streamed, "apply(weights=...), and keeps a copy of it on the host", in_backward=False)
     slab = None

@@ -47,8 +47,9 @@ class Choice:
         self.resident[reason] = number + 1, nbytes + parameter.numel() * parameter.element_size()
 
 
-def choose_gradients(model: nn.Module, streamed: Choice | None) -> list[str]:
+def choose_gradients(model: nn.Module, streamed: Choice | None, least: int | None) -> list[str]:
     """Parameters whose gradients may wait on the host, by name: all large ones, or those in `streamed`.
+    least: elements, as `choose` takes them.
     Raises ValueError for parameters that FSDP manages, and where none is trained."""
     if streamed is not None:
         return [weight.name for each in streamed.blocks.values() for weight in each]
@@ -57,22 +58,28 @@ def choose_gradients(model: nn.Module, streamed: Choice | None) -> list[str]:
         if isinstance(parameter, Watched) and not parameter.comes_and_goes:  # a step is under way
             parameter.make_ready(parameter)
     named = ((n, p) for n, p in model.named_parameters() if type(p) in (nn.Parameter, StreamedWeight))
-    found = {name: parameter for name, parameter in named if parameter.numel() >= LEAST_NUMEL}
+    least = LEAST_NUMEL if least is None else max(least, 1)
+    found = {name: parameter for name, parameter in named if parameter.numel() >= least}
     if not any(parameter.requires_grad for parameter in found.values()):
         trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
         raise ValueError(
             f'apply(gradients="host") finds no gradient of {type(model).__name__} that is worth a copy: '
             f"{len(trained)} parameters are trained, the largest has {max(trained, default=0):,} elements, "
-            f"and {LEAST_NUMEL:,} are the least; leave gradients out"
+            f"and {least:,} are the least; lower min_numel, or leave gradients out"
         )
     return [*found]
 
 
 def choose(
-    model: nn.Module, blocks: Mapping[str, nn.Module], is_adapter: IsAdapter, where: torch.device, every: bool
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    is_adapter: IsAdapter,
+    where: torch.device,
+    least: int | None,
 ) -> Choice:
-    """blocks: by name, none inside another. where: the device that computes. every: however small. Raises
-    ValueError for parameters that FSDP manages, or that are on another device; and where nothing streams."""
+    """blocks: by name, none inside another. where: the device that computes. least: elements; a smaller
+    parameter is resident; None for LEAST_NUMEL. Raises ValueError for parameters that FSDP manages, or that
+    are on another device; and where nothing streams."""
     _refuse(model, where)
     for name, block in blocks.items():
         if isinstance(block, torch.jit.ScriptModule):
@@ -86,7 +93,7 @@ def choose(
         t.untyped_storage()._cdata for t in tensors if type(t) in plain and t.layout is torch.strided
     )
     choice, inside = Choice(), set[int]()
-    least = 1 if every else LEAST_NUMEL
+    least = LEAST_NUMEL if least is None else max(least, 1)
     for name, block in blocks.items():
         for prefix, module in block.named_modules():
             for attribute, parameter in module.named_parameters(recurse=False):
@@ -113,7 +120,8 @@ def choose(
         more = ", ..." if len(blocks) > 4 else ""
         raise ValueError(
             f"apply(weights=...) finds no weight of {type(model).__name__} that streams: {reasons}. Blocks "
-            f"are {', '.join([*blocks][:4])}{more}; name others with blocks=, or leave weights out"
+            f"are {', '.join([*blocks][:4])}{more}; name others with blocks=, lower min_numel (elements), or "
+            "leave weights out"
         )
     return choice
 

@@ -106,6 +106,16 @@ def test_the_reference_has_every_public_name() -> None:
     assert set(offload.__all__) - {"__version__"} <= named
 
 
+def test_what_pages_sell_is_public() -> None:
+    """`compare`, `load_weights` and `Conductor` were in no `__all__`, so they could go without a warning."""
+    inside = {"log.md", "design.md", "requirements.md", "benchmarks.md", "reference.md"}
+    pages = [ROOT / "README.md", *(page for page in DOCS.glob("*.md") if page.name not in inside)]
+    named = {name for page in pages for name in re.findall(r"\boffload\.(\w+)\b(?!/|\.\w)", page.read_text())}
+    sold = {name for name in named if callable(getattr(offload, name, None))}
+    assert {"compare", "load_weights", "Conductor", "remove"} <= sold
+    assert sold - set(offload.__all__) == set()
+
+
 @pytest.mark.req("S4-29", "S4-38")
 @pytest.mark.parametrize("page", ["README.md", "docs/modes.md"])
 def test_a_table_of_modes_has_each_mode_and_so_has_the_help(page: str) -> None:

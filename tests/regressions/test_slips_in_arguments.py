@@ -47,7 +47,7 @@ def applied(argument: str, value: Any) -> offload.Applied:
         (999_999, r"is 999999, which is 999,999 bytes; write '999999GB', or '999999B'"),
         (True, r"is True, must be a whole number of bytes"),
         (-1, r"is -1, must be a whole number of bytes"),
-        ("8G", r"is '8G', must be a whole number of bytes"),
+        ("8", r"is '8', must be a whole number of bytes"),
         (1.5, r"is 1.5, must be a whole number of bytes"),
         ("50%", r"is '50%', but the size that it is a share of is not known here; write bytes"),
     ],

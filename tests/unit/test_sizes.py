@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from offload.config import OffloadConfig
@@ -29,9 +31,19 @@ GIB = 1024**3
         ("0.3 KiB", 307),  # 307.2, rounded down
         (4096, 4096),
         (0, 0),
+        (22e9, 22 * 10**9),
+        (0.9 * 80e9 + 0.5, 72 * 10**9),
+        (np.int64(10**9), 10**9),
+        ("1e9", 10**9),
+        ("2.2E+10", 22 * 10**9),
+        ("22e9 B", 22 * 10**9),
+        ("22G", 22 * 10**9),
+        ("1.5m", 1_500_000),
+        ("8Gi", 8 * GIB),
+        ("8000000000", 8 * 10**9),
     ],
 )
-def test_a_size_is_a_number_of_bytes_or_a_number_with_a_unit(text: str | int, nbytes: int) -> None:
+def test_a_size_is_a_number_of_bytes_or_a_number_with_a_unit(text: str | float, nbytes: int) -> None:
     assert parse_bytes(text, name="device_limit") == nbytes
 
 
@@ -51,7 +63,24 @@ def test_a_share_is_of_what_is_known_and_rounded_down(text: str, nbytes: int) ->
 
 
 @pytest.mark.parametrize(
-    "value", ["8", "8G", "GB", "", "-8GB", "1e9", "8 bytes", "1,000 B", "٨GB", 8.0, True, -1, b"8GB", [8]]
+    "value",
+    [
+        *(
+            "8",
+            "999999",
+            "GB",
+            "",
+            "-8GB",
+            "1e999GB",
+            "1e-9",
+            "8 bytes",
+            "1,000 B",
+            "٨GB",
+            "inf",
+            "1_000_000",
+        ),
+        *(8.0, 0.5, math.inf, math.nan, -1e9, True, -1, b"8GB", [8], 1j),
+    ],
 )
 def test_what_is_no_size_is_refused_with_the_field_the_value_and_examples(value: object) -> None:
     with pytest.raises(

@@ -38,7 +38,7 @@ class LayerRuntime(StagehandRuntime):
         self,
         model: nn.Module,
         *,
-        vram_budget: int | str | None = None,
+        vram_budget: float | str | None = None,
         prefetch_k: int = 3,
         telemetry: bool = True,
         **options: Any,

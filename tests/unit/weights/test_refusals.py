@@ -37,8 +37,8 @@ def is_plain(model: nn.Module) -> bool:
     [
         ("1kB", "one block computes while the next arrives"),
         (5, "write '5GB'"),
-        ("gpu", 'weights, which is "host" or a size'),
-        (True, "must be a whole number of bytes"),
+        ("gpu", "weights is 'gpu', must be .*; or weights=\"host\": those of all blocks wait there"),
+        (True, 'weights is True, must be .*; or weights="host"'),
         (-1, "must be a whole number of bytes"),
     ],
 )
