@@ -68,8 +68,8 @@ from offload.modules.weights import (
 )
 from offload.optim.convert import MoveBack, check_optimizer, move_state_to_host
 from offload.planner.explained import Explanation
-from offload.report import Report, ReportStart, report
-from offload.sizes import argument_bytes
+from offload.report import Report, ReportStart
+from offload.sizes import argument_bytes, bytes_text
 from offload.weights.figures import GradientFigures, WeightFigures
 from offload.weights.gradients import GradientStream
 from offload.weights.hooks import BlockCalls
@@ -128,7 +128,8 @@ class Applied:
         self._model = weakref.ref(model)
         self._name = type(model).__name__
         self._root = root
-        self._start = None if root is None else ReportStart(marks.default_manager(), "apply")
+        self._start = ReportStart(None if root is None else marks.default_manager(), "apply")
+        self._device_limit: int | None = None  # bytes
         self.conductor: Conductor | None = None
         self._auto: Auto | None = None
         self._stream: WeightStream | None = None
@@ -169,13 +170,11 @@ class Applied:
         which phase of a step the device's memory is highest. gather: with every rank's figures; then all
         ranks must call. Blocks the host: only to gather."""
         nothing = f"mode={self.mode!r}, as it was asked: no saved tensor of {self._name} leaves"
-        if self._start is None:
-            return replace(report(gather=gather), remark=nothing)
         peak = self._root.peak.text() if isinstance(self._root, ModelRoot) else ""
         found = replace(self._start.report(gather=gather), peak=peak, recomputes=self.recomputes)
         weights, gradients = self.weights, self.gradients
         if self.mode == "checkpoint" or (self.mode is False and not (weights or gradients)):
-            found = replace(found, remark=found.remark or nothing)
+            found = replace(found, remark=nothing if self.is_off else found.remark or nothing)
         return replace(
             found,
             weights=None if weights is None else replace(weights),
@@ -274,8 +273,10 @@ class Applied:
         conductor: Conductor | None,
         end_conductor: Callable[[], None] | None,
         move_state_back: MoveBack | None,
+        device_limit_bytes: int | None,
     ) -> None:
         self.conductor, self._move_state_back = conductor, move_state_back
+        self._device_limit = device_limit_bytes
         if end_conductor is not None:
             self._undo.callback(end_conductor)
 
@@ -323,6 +324,8 @@ class Applied:
             what += self.gradients.line()
         if self._move_state_back is not None:
             what = f"{what}; the optimizer's state waits on the host"
+        if self._device_limit is not None:
+            what = f"{what}; device_limit {bytes_text(self._device_limit)}"
         if self._beside:
             what = f"{what}; no block: {', '.join(self._beside)}"
         return f"<offload.apply({self._name}, mode={self.mode!r}{state}): {what}>"
@@ -376,8 +379,10 @@ def apply(
         its own, and the rest of its block stays; or by the group's name, as {"experts": "*.mlp.experts"}. For
         mode "groups". With `blocks`, only those inside these.
     device_limit, host_limit: bytes, or text such as "8GB" or "500 MiB"; device_limit also "60%" of the GPU.
-        As device_limit_bytes and host_limit_bytes of OffloadConfig: they hold for the process. Only "groups"
-        and "selective" keep tensors on the device because a limit leaves room for them.
+        As device_limit_bytes and host_limit_bytes of OffloadConfig: they hold for all that the process saves
+        and pins. A device_limit goes with its handle: from the first `apply` after its remove() at which no
+        backward is to come, that of the handles that there are holds, or the config's own. A host_limit
+        stays. Only "groups" and "selective" keep tensors on the device because a limit leaves room for them.
     min_numel: elements; a smaller saved tensor, weight or gradient stays. None takes
         min_offloaded_tensor_size of the config, 1 Mi by default; where every tensor may leave (True,
         "legacy", "disk", "watermark") it is 512; for weights and gradients it is 1 Mi.
@@ -488,7 +493,8 @@ def apply(
         refuse_shared_caches(model)
     total_bytes = argument_bytes(device_total, name="device_total", of_bytes=device_bytes())
     auto = _planner_here(before, total_bytes) if mode == "auto" else None
-    limited = _config_for(config, mode, device_limit, host_limit, host_reserve)
+    limited = _config_for(before, config, mode, device_limit, host_limit, host_reserve)
+    own_limit = None if device_limit is None else limited.device_limit_bytes
     here = device_of(device_name()) if before is None else before.engine.device.torch_device
     where = here if device is None else device_of(device)
     engine = None if before is None or where != here else before.engine
@@ -540,7 +546,7 @@ def apply(
         handle._undo.callback(_steps.discard, alone)
         handle._hook(model, alone)
         handle._hook_weights(stream, gradient_stream, model)
-        handle._add_parts(arbiter, end_arbiter, move_back)
+        handle._add_parts(arbiter, end_arbiter, move_back, own_limit)
         return handle
     root = (
         WatermarkRoot(model, _steps, marks.default_manager, marks_given, min_numel)
@@ -556,7 +562,7 @@ def apply(
     )
     handle = Applied(model, mode, groups, root)
     handle._beside = beside_blocks(model, groups) if blocks is modules is None else []
-    handle._add_parts(arbiter, end_arbiter, move_back)
+    handle._add_parts(arbiter, end_arbiter, move_back, own_limit)
     _steps.add(root)
     handle._undo.callback(_steps.discard, root)
     # first, so that they are inside of the blocks' other hooks
@@ -693,6 +699,12 @@ def _check_free(model: nn.Module, mode: Mode, hooked: Sequence[nn.Module]) -> No
             )
 
 
+class _LimitOfHandle(int):
+    """A device_limit_bytes that a handle gave, with which it goes. own: the config's, without handles."""
+
+    own: int | None
+
+
 class _UnaskedDirectory(str):
     """For "disk" where the config names no directory: it goes with the last handle that writes there."""
 
@@ -705,13 +717,7 @@ def _check_nothing_waits(
     manager: GroupsManager | None, config: OffloadConfig, limited: OffloadConfig
 ) -> None:
     """ValueError if a new engine or new limits would drop tensors that a backward is still to read."""
-    if manager is None:
-        return
-    with torch.inference_mode(False), torch.enable_grad():
-        # torch's queue of this thread holds the rest of a backward that has failed, until another one runs
-        one = torch.ones((), device="cpu", requires_grad=True)
-        torch.autograd.grad(one + one, one)
-    if waiting := sum(block.nbytes for block in manager.living_blocks()):
+    if waiting := _waiting_bytes(manager):
         old, new = asdict(config), asdict(limited)
         changes = [f"{name} from {old[name]!r} to {new[name]!r}" for name in old if old[name] != new[name]]
         raise ValueError(
@@ -719,6 +725,17 @@ def _check_nothing_waits(
             "earlier forward wait for their backward, which would not find them; call apply() before the "
             "forward, or after its backward. offload.step_end() drops what no backward will read"
         )
+
+
+def _waiting_bytes(manager: GroupsManager | None) -> int:
+    """Saved bytes that a backward is still to read."""
+    if manager is None:
+        return 0
+    with torch.inference_mode(False), torch.enable_grad():
+        # torch's queue of this thread holds the rest of a backward that has failed, until another one runs
+        one = torch.ones((), device="cpu", requires_grad=True)
+        torch.autograd.grad(one + one, one)
+    return sum(block.nbytes for block in manager.living_blocks())
 
 
 def _planner_here(manager: GroupsManager | None, total_bytes: int | None) -> Auto | None:
@@ -743,6 +760,7 @@ def _planner_here(manager: GroupsManager | None, total_bytes: int | None) -> Aut
 
 
 def _config_for(
+    manager: GroupsManager | None,
     config: OffloadConfig,
     mode: Mode,
     device_limit: float | str | None,
@@ -756,8 +774,16 @@ def _config_for(
         "host_reserve_bytes": argument_bytes(host_reserve, name="host_reserve", least=0),
     }
     changes: dict[str, Any] = {name: nbytes for name, nbytes in given.items() if nbytes is not None}
+    limit = config.device_limit_bytes
+    new = own = limit.own if isinstance(limit, _LimitOfHandle) else limit
+    wanted = [handle._device_limit for handle in _applied.values()] + [changes.get("device_limit_bytes")]
+    for nbytes in (each for each in wanted if each is not None):
+        new = _LimitOfHandle(nbytes)
+        new.own = own
+    if device_limit is not None or new == limit or not _waiting_bytes(manager):
+        changes["device_limit_bytes"] = new
     if mode == "disk" and config.disk_directory is None:
         changes["disk_directory"] = _UnaskedDirectory(tempfile.gettempdir())
     elif isinstance(config.disk_directory, _UnaskedDirectory) and not _uses_disk(mode):
         changes["disk_directory"] = None  # it was for handles that are removed
-    return replace(config, **changes) if changes else config
+    return replace(config, **changes)

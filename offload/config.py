@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
 
 from offload.described import described
 from offload.sizes import is_count, optional_bytes, parse_bytes
@@ -42,22 +42,11 @@ MIB = 1 << 20
 LEAST_DISK_BYTES = 16 * MIB
 """What the disk's file has from the start: a directory that has no room for so much is refused."""
 
-Mode = (
-    bool
-    | Literal["groups", "legacy", "disk", "checkpoint", "hidden_states", "selective", "auto", "watermark"]
-)
-MODES: tuple[Mode, ...] = (
-    False,
-    "groups",
-    True,
-    "legacy",
-    "disk",
-    "checkpoint",
-    "hidden_states",
-    "selective",
-    "auto",
-    "watermark",
-)
+NamedMode = Literal[
+    "groups", "legacy", "disk", "checkpoint", "hidden_states", "selective", "auto", "watermark"
+]
+Mode = bool | NamedMode
+MODES: tuple[Mode, ...] = (False, True, *get_args(NamedMode))
 """What `offload.apply` can do to a model; its docstring has their meaning."""
 
 
@@ -123,7 +112,7 @@ def check_mode(name: str, value: object) -> Mode:
     """`value`; ValueError unless it is one of MODES."""
     if isinstance(value, (bool, str)) and value in MODES:
         return value
-    near = get_close_matches(str(value).lower(), [mode for mode in MODES if isinstance(mode, str)], 1)
+    near = get_close_matches(str(value).lower(), get_args(NamedMode), 1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"{name} is {value!r}, must be one of {', '.join(map(repr, MODES))}{meant}")
 

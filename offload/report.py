@@ -307,12 +307,12 @@ class Report:
 class ReportStart:
     """A point in time for a report: figures of the steps that end while somebody holds it.
 
-    since: what the report calls it.
+    manager: None for a report of nothing. since: what the report calls it.
     """
 
-    def __init__(self, manager: GroupsManager, since: str) -> None:
+    def __init__(self, manager: GroupsManager | None, since: str) -> None:
         self._since = since
-        self._ledger = manager.new_ledger()
+        self._ledger = Ledger() if manager is None else manager.new_ledger()
 
     def report(self, *, gather: bool = False, process_group: dist.ProcessGroup | None = None) -> Report:
         """Report since this point in time, whatever `configure` has changed since. Where the manager was

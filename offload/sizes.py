@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from math import isfinite
 from numbers import Real
 
 __all__ = ["argument_bytes", "bytes_text", "enough_text", "is_count", "optional_bytes", "parse_bytes"]
@@ -17,7 +16,7 @@ __all__ = ["argument_bytes", "bytes_text", "enough_text", "is_count", "optional_
 LEAST_BARE_BYTES = 10**6
 """A smaller number, without a unit, is taken for a slip."""
 
-UNITS = {"b": 1} | {
+UNITS = {"": 1, "b": 1} | {
     prefix + unit: base**power
     for power, prefix in enumerate("kmgt", start=1)
     for unit, base in (("b", 1000), ("ib", 1024), ("", 1000), ("i", 1024))
@@ -87,18 +86,14 @@ def argument_bytes(value: object, *, name: str, of_bytes: int | None = None, lea
 def _parsed(value: object, name: str, of_bytes: int | None, least: int, or_none: str) -> int:
     if isinstance(value, int) and is_count(value, least):
         return value
-    bare = isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
-    if bare and value >= max(least, LEAST_BARE_BYTES):  # type: ignore[operator]
-        return int(value)  # type: ignore[call-overload, no-any-return]
-    if isinstance(value, str) and (match := SIZE.fullmatch(value)):
+    text = f"{value:f}" if isinstance(value, Real) and not isinstance(value, bool) else value
+    if isinstance(text, str) and (match := SIZE.fullmatch(text)):
         number, unit = Fraction(match["number"]), match["unit"].lower()
         if unit == "%":
-            nbytes = _share(number, value, name, of_bytes)
-        elif unit:
-            nbytes = int(number * UNITS[unit]) if unit in UNITS else -1
+            nbytes = _share(number, text, name, of_bytes)
         else:
-            nbytes = int(number) if number >= LEAST_BARE_BYTES else -1
-        if nbytes >= least:
+            nbytes = int(number * UNITS[unit]) if unit in UNITS else -1
+        if nbytes >= (least if unit else max(least, LEAST_BARE_BYTES)):
             return nbytes
     share = "" if of_bytes is None else ", or a share, as in '60%'"
     raise ValueError(

@@ -52,6 +52,61 @@ def test_remove_of_a_part_names_the_model_that_has_the_hooks() -> None:
         offload.remove(handle)  # type: ignore[arg-type]
 
 
+def limit_of(manager: PipelineOffloadManager) -> int | None:
+    return manager.engine.limits.device_limit_bytes
+
+
+def test_a_device_limit_goes_with_its_handle(manager: PipelineOffloadManager) -> None:
+    """It held for the next handle, also for one in a `with`, and neither showed it."""
+    model, other = build(), build()
+    with offload.apply(model, device_limit="64kB", min_numel=1) as handle:
+        assert "; device_limit 64.00 kB" in repr(handle)
+        train(model, steps=3)
+    with offload.activations(model, min_numel=1) as handle:
+        assert limit_of(manager) is None
+        assert "device_limit" not in repr(handle)
+        train(model, steps=3)
+        assert handle.report().device_limit_bytes is None
+    first = offload.apply(model, device_limit="64kB", min_numel=1)
+    second = offload.apply(other, device_limit="32kB", min_numel=1)
+    assert limit_of(manager) == 32_000
+    second.remove()
+    second = offload.apply(other, min_numel=1)
+    assert limit_of(manager) == 64_000, "of the handle that there is"
+    first.remove()
+    second.remove()
+    offload.apply(other, min_numel=1)
+    assert limit_of(manager) is None
+
+
+def test_a_limit_of_the_config_holds_again_once_the_handle_is_gone() -> None:
+    manager = offload.configure(offload.OffloadConfig(device_limit_bytes=1 << 20), device="sim")
+    model = build()
+    offload.apply(model, device_limit="2MiB", min_numel=1).remove()
+    offload.apply(model, host_limit="1GB", min_numel=1).remove()
+    assert limit_of(manager) == 1 << 20
+    offload.apply(model, device_limit="2MiB", min_numel=1).remove()
+    offload.configure(offload.OffloadConfig(device_limit_bytes="4MiB"), device="sim")
+    offload.apply(model, min_numel=1)
+    assert limit_of(offload.process.default_manager()) == 4 << 20
+
+
+def test_a_limit_of_a_removed_handle_holds_while_its_backward_is_to_come(
+    manager: PipelineOffloadManager,
+) -> None:
+    """No new manager: it would not find what is saved."""
+    model, other = build(), build()
+    with offload.activations(model, device_limit="8B", min_numel=1):
+        loss = model(torch.randn(4, 16)).sum()
+    with offload.activations(other, min_numel=1):
+        assert limit_of(manager) == 8
+        with pytest.raises(ValueError, match="wait for their backward"):
+            offload.apply(build(), device_limit="16B")
+    loss.backward()
+    offload.apply(build(), min_numel=1)
+    assert limit_of(manager) is None
+
+
 @pytest.mark.parametrize(
     ("asked", "meant"), [("hiddenstates", "hidden_states"), ("Auto", "auto"), ("disc", "disk")]
 )
