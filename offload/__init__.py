@@ -24,25 +24,18 @@ from offload.apply import activations, apply, remove
 from offload.compare import Compared as Compared
 from offload.compare import Comparison as Comparison
 from offload.compare import compare
-from offload.compat.autograd import (
-    FineGrainedOffloadingGroupCommitFunction,
-    FineGrainedOffloadingGroupStartFunction,
-)
+
+# the errors one by one and the sources' spellings are importable, and no part of `__all__`
+from offload.compat import autograd, interface
 from offload.compat.gradients import GradientOffloadHook as GradientOffloadHook
-from offload.compat.group import OffloadTensorGroup
-from offload.compat.handler import ChunkOffloadHandler
-from offload.compat.hidden_states import (
-    hidden_states_offload,
-    patch_hidden_states_offload,
-    unpatch_hidden_states_offload,
-)
-from offload.compat.interface import ActivationOffloadContext as ActivationOffloadContext
-from offload.compat.interface import (
-    FineGrainedActivationOffloadingInterface as FineGrainedActivationOffloadingInterface,
-)
+from offload.compat.group import OffloadTensorGroup as OffloadTensorGroup
+from offload.compat.handler import ChunkOffloadHandler as ChunkOffloadHandler
+from offload.compat.hidden_states import hidden_states_offload as hidden_states_offload
+from offload.compat.hidden_states import patch_hidden_states_offload as patch_hidden_states_offload
+from offload.compat.hidden_states import unpatch_hidden_states_offload as unpatch_hidden_states_offload
 from offload.compat.manager import PipelineOffloadManager
-from offload.compat.queue import VirtualPipelineQueue
-from offload.compat.tensor_pool import GPUTensorPool
+from offload.compat.queue import VirtualPipelineQueue as VirtualPipelineQueue
+from offload.compat.tensor_pool import GPUTensorPool as GPUTensorPool
 from offload.compat.tensor_pool import TensorPool as TensorPool
 from offload.compat.tensors import TensorOffloader as TensorOffloader
 from offload.compat.weights import WeightOffloadHook as WeightOffloadHook
@@ -51,8 +44,6 @@ from offload.conductor.config import ConductorConfig as ConductorConfig
 from offload.config import OffloadConfig
 from offload.device.numbers import read_numbers
 from offload.engine import OffloadEngine
-
-# the errors one by one and other spellings of the sources are importable, and no part of `__all__`
 from offload.errors import CaptureError as CaptureError
 from offload.errors import GroupOrderError as GroupOrderError
 from offload.errors import HazardError as HazardError
@@ -97,30 +88,28 @@ from offload.weights.quant_linear import QuantLinear, QuantLinearLoRA
 __version__ = "0.1.0"
 
 OffloadManager = PipelineOffloadManager
+ActivationOffloadContext = interface.ActivationOffloadContext
+FineGrainedActivationOffloadingInterface = interface.FineGrainedActivationOffloadingInterface
+FineGrainedOffloadingGroupStartFunction = autograd.FineGrainedOffloadingGroupStartFunction
+FineGrainedOffloadingGroupCommitFunction = autograd.FineGrainedOffloadingGroupCommitFunction
 process.manager_type = PipelineOffloadManager
 packages.install()
 versions.warn_if_untested()
 
 __all__ = [
     "ActivationRuntime",
-    "ChunkOffloadHandler",
     "Conductor",
     "FSDPGPUOptimizerWrapper",
-    "FineGrainedOffloadingGroupCommitFunction",
-    "FineGrainedOffloadingGroupStartFunction",
-    "GPUTensorPool",
     "HostArena",
     "HostBudgetError",
     "HybridDeviceOptimizer",
     "OffloadConfig",
     "OffloadEngine",
     "OffloadError",
-    "OffloadTensorGroup",
     "PipelineOffloadManager",
     "QuantLinear",
     "QuantLinearLoRA",
     "StepStats",
-    "VirtualPipelineQueue",
     "activations",
     "apply",
     "backward_record",
@@ -133,12 +122,10 @@ __all__ = [
     "forward_record",
     "group_commit",
     "group_start",
-    "hidden_states_offload",
     "init_chunk_handler",
     "load_weights",
     "mark_not_offloadable",
     "offload_hooks",
-    "patch_hidden_states_offload",
     "plot",
     "read_numbers",
     "remove",
@@ -146,5 +133,4 @@ __all__ = [
     "selective_contexts",
     "step_end",
     "tracing",
-    "unpatch_hidden_states_offload",
 ]

@@ -616,12 +616,8 @@ def remove(model: nn.Module) -> None:
     inside = set(model.modules())
     hooked = [*_watermarked.items(), *_applied.items()]
     handles = dict.fromkeys(handle for module, handle in hooked if module in inside)
-    for handle in handles:
-        if (around := handle._model()) not in inside:
-            raise ValueError(
-                f"remove() of a {type(model).__name__} that is a part of what {handle!r} is of; give that "
-                f"{type(around).__name__}"
-            )
+    if around := [handle for handle in handles if handle._model() not in inside]:
+        raise ValueError(f"remove() of a {type(model).__name__} inside what {around[0]!r} is of; give that")
     for handle in handles:
         handle.remove()
     _declined.difference_update(inside)

@@ -125,7 +125,7 @@ class Comparison:
                 row.text,
                 f"{row.step_ms:.1f} ms" if row.steps else "",
                 f"{row.step_ms / base:.2f}" if row.steps and base else "",
-                bytes_text(row.peak_bytes) if row.steps else "",
+                bytes_text(row.peak_bytes) if row.peak_bytes else "",
                 bytes_text(row.pinned_bytes) if row.steps else "",
                 bytes_text(row.moved_bytes) if row.steps else "",
                 f"{row.recomputes} blocks" if row.steps else "",
@@ -206,6 +206,7 @@ def _compared(
         raise ValueError(f"modes= has {', '.join(sorted(unknown))}, which are no arguments of apply")
     engine = marks.default_manager().engine
     config, ends = engine.config, time.monotonic() + budget_s
+    is_simulated = engine.device.torch_device.type != "cuda"
     rows: list[Compared] = []
     with (
         _kept(model, stateful) as (put_back, optimizers),
@@ -231,8 +232,9 @@ def _compared(
             over = within_bytes is not None and row.peak_bytes > within_bytes
             if over and not row.why_not:
                 row = replace(row, why_not=f"its peak is above {bytes_text(within_bytes or 0)}")
+            elif within_bytes is not None and is_simulated and arguments == _NOTHING:
+                row = replace(row, why_not="without a GPU its peak is not known")
             rows.append(row)
-    is_simulated = engine.device.torch_device.type != "cuda"
     link = "on the simulated device: times say nothing of a GPU, and a peak is of saved tensors alone"
     return Comparison(tuple(rows), within_bytes, link if is_simulated else "")
 

@@ -239,22 +239,10 @@ class OffloadConfig:
         check_mode("activation_offloading", self.activation_offloading)
         check_fraction("activation_offload_fraction", self.activation_offload_fraction)
         check_index("pp_rank", self.pp_rank)
-        for name, least in (
-            ("piece_bytes", 1),
-            ("delta_offload_bytes_across_pp_ranks", 0),
-            ("host_reserve_bytes", 0),
-        ):
-            object.__setattr__(self, name, parse_bytes(getattr(self, name), name=name, least=least))
-        for name in (
-            "device_limit_bytes",
-            "max_spilling_bytes",
-            "max_restoring_bytes",
-            "host_limit_bytes",
-            "disk_limit_bytes",
-            "disk_ahead_bytes",
-        ):
-            least = LEAST_DISK_BYTES if name == "disk_limit_bytes" else 0
-            object.__setattr__(self, name, optional_bytes(getattr(self, name), name=name, least=least))
+        for one in (each for each in fields(self) if "bytes" in each.name):
+            least = {"piece_bytes": 1, "disk_limit_bytes": LEAST_DISK_BYTES}.get(one.name, 0)
+            parse = optional_bytes if one.default is None else parse_bytes
+            object.__setattr__(self, one.name, parse(getattr(self, one.name), name=one.name, least=least))
         directory = self.disk_directory
         if directory is not None and (not isinstance(directory, str) or not directory):
             raise ValueError(

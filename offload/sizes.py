@@ -33,21 +33,41 @@ def is_count(value: object, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def parse_bytes(value: object, *, name: str, of_bytes: int | None = None, least: int = 0) -> int:
+def parse_bytes(
+    value: object, *, name: str, of_bytes: int | None = None, least: int = 0, or_none: str = ""
+) -> int:
     """The bytes that `value` stands for.
 
     value: a whole number of bytes, or a float of at least 1 MB, rounded down; or text: such a number; or a
     number and one of B, kB, MB, GB, TB (powers of 1000; also k, M, G, T), KiB, MiB, GiB, TiB (powers of
     1024), in small or capital letters, with or without a space; or "60%".
-    name: of the setting, for the messages. of_bytes: what 100% is; None where no share can be given.
+    name: of the setting, for the messages. of_bytes: what 100% is; None where no share can be given. or_none:
+    what the message adds.
     Raises ValueError for anything else, and for less than `least` bytes. Never blocks.
     """
-    return _parsed(value, name, of_bytes, least, "")
+    if isinstance(value, int) and is_count(value, least):
+        return value
+    text = f"{value:f}" if isinstance(value, Real) and not isinstance(value, bool) else value
+    if isinstance(text, str) and (match := SIZE.fullmatch(text)):
+        number, unit = Fraction(match["number"]), match["unit"].lower()
+        if unit == "%":
+            nbytes = _share(number, text, name, of_bytes)
+        else:
+            nbytes = int(number * UNITS[unit]) if unit in UNITS else -1
+        if nbytes >= (least if unit else max(least, LEAST_BARE_BYTES)):
+            return nbytes
+    share = "" if of_bytes is None else ", or a share, as in '60%'"
+    raise ValueError(
+        f"{name} is {value!r}, must be a whole number of bytes, {least:,} or more, or a number with a unit, "
+        f"as in '8GB' (8e9 bytes), '8GiB' (8 * 1024**3) or '500 MB'{share}{or_none}"
+    )
 
 
 def optional_bytes(value: object, *, name: str, of_bytes: int | None = None, least: int = 0) -> int | None:
     """`parse_bytes`, and None for None, which means "derive it"."""
-    return None if value is None else _parsed(value, name, of_bytes, least, ", or None")
+    if value is None:
+        return None
+    return parse_bytes(value, name=name, of_bytes=of_bytes, least=least, or_none=", or None")
 
 
 _SHOWN = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
@@ -81,25 +101,6 @@ def argument_bytes(value: object, *, name: str, of_bytes: int | None = None, lea
     if nbytes is not None and of_bytes is not None and nbytes > of_bytes:
         raise ValueError(f"{name} is {nbytes:,} bytes and the GPU has {of_bytes:,}; give less, as in '90%'")
     return nbytes
-
-
-def _parsed(value: object, name: str, of_bytes: int | None, least: int, or_none: str) -> int:
-    if isinstance(value, int) and is_count(value, least):
-        return value
-    text = f"{value:f}" if isinstance(value, Real) and not isinstance(value, bool) else value
-    if isinstance(text, str) and (match := SIZE.fullmatch(text)):
-        number, unit = Fraction(match["number"]), match["unit"].lower()
-        if unit == "%":
-            nbytes = _share(number, text, name, of_bytes)
-        else:
-            nbytes = int(number * UNITS[unit]) if unit in UNITS else -1
-        if nbytes >= (least if unit else max(least, LEAST_BARE_BYTES)):
-            return nbytes
-    share = "" if of_bytes is None else ", or a share, as in '60%'"
-    raise ValueError(
-        f"{name} is {value!r}, must be a whole number of bytes, {least:,} or more, or a number with a unit, "
-        f"as in '8GB' (8e9 bytes), '8GiB' (8 * 1024**3) or '500 MB'{share}{or_none}"
-    )
 
 
 def _share(percent: Fraction, value: str, name: str, of_bytes: int | None) -> int:

@@ -88,7 +88,8 @@ def refuse_written(module: nn.Module, given: Iterable[tuple[torch.Tensor, int]])
 
 def is_cache(value: object) -> bool:
     """Whether it is a cache of keys and values, as transformers has them."""
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+    kind = type(value)  # an object that answers to any name, as torch.fx's proxies, is none
+    return hasattr(kind, "get_seq_length") and hasattr(kind, "update")
 
 
 def cache_written(module: nn.Module, arguments: Any) -> object | None:
@@ -107,7 +108,8 @@ def refuse_cache(module: nn.Module, arguments: Any) -> None:
         raise OffloadError(
             f"a {type(module).__name__} that is recomputed was called with a {type(cache).__name__}, to "
             "which its forward adds keys and values, and its recompute would add them again. Call the model "
-            "with use_cache=False, or without gradients"
+            "with use_cache=False, or without gradients; where the cache trains, as in prefix "
+            "tuning, use mode='groups', True or 'auto'"
         )
 
 

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"offload {offload.__version__}")
     parser.add_argument("command", choices=_COMMANDS, help="which")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of that command")
-    given = parser.parse_args(arguments)
+    given = parser.parse_args((sys.argv[1:] if arguments is None else arguments) or ["--help"])
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that the locale cannot write is no reason to fail
             stream.reconfigure(errors="backslashreplace")

@@ -67,7 +67,7 @@ class CompileReport:
             "group %r of chunk %s: %s of what it saves stays on the device, in the memory of a CUDA graph "
             'that torch.compile recorded (mode="reduce-overhead"): that memory is never given back, so '
             "copying it would free nothing; compile this group in the default mode or in "
-            '"max-autotune-no-cudagraphs", or take its marks out',
+            '"max-autotune-no-cudagraphs", or leave it out of marks and of apply()',
             group,
             chunk,
             _amount(tensors, nbytes),

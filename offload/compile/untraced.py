@@ -31,7 +31,8 @@ F = TypeVar("F", bound=Callable[..., object])
 _REASON = (
     "a mark of the offload engine, or a hook of offload.apply, moves tensors, and a graph cannot hold that: "
     "compile without fullgraph=True, which costs one graph break a mark and two a block, or keep marks, "
-    "offload_hooks() and the blocks' calls outside of the compiled function"
+    "offload_hooks() and the blocks' calls outside of the compiled function. torch.export takes a model "
+    "without hooks: call remove() first"
 )
 # a code object by itself
 _PASS_OVER = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)

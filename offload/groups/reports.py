@@ -193,13 +193,19 @@ class MarkReport:
                 continue
             if name in hooked:
                 largest = 0 if survey is None else survey.largest_small(model, name)
+                none_small = survey is not None and not largest
+                elements = f"{min_elements:,} elements here" + (
+                    f" (the largest has {largest:,})" * (largest > 0)
+                )
+                small = (
+                    f"smaller than min_numel (min_offloaded_tensor_size in OffloadConfig), {elements}, or "
+                )
                 logger.warning(
-                    "group %r moved nothing: what autograd saves in it is smaller than min_numel "
-                    "(min_offloaded_tensor_size in OffloadConfig), %s elements here%s, or a parameter, or "
-                    "marked to stay. Lower the threshold, or take its marks out",
+                    "group %r moved nothing: what autograd saves in it is %sa parameter, or marked to stay, "
+                    "or, of a recomputed block, in an object that is not looked into (a dataclass). %s",
                     name,
-                    f"{min_elements:,}",
-                    f" (the largest has {largest:,})" if largest else "",
+                    "" if none_small else small,
+                    "Give tensors as arguments, or mode='groups'" if none_small else "Lower the threshold",
                 )
             else:
                 logger.warning(

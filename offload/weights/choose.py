@@ -28,6 +28,7 @@ LEAST_EXPERT_BYTES = 1 << 20
 """Of one expert's matrix: smaller ones come with their block, because a copy of each costs the host more."""
 
 
+Named = Mapping[str, nn.Module]
 IsAdapter = Callable[[str], bool]
 """Whether a parameter or module of this name is an adapter's."""
 
@@ -71,11 +72,7 @@ def choose_gradients(model: nn.Module, streamed: Choice | None, least: int | Non
 
 
 def choose(
-    model: nn.Module,
-    blocks: Mapping[str, nn.Module],
-    is_adapter: IsAdapter,
-    where: torch.device,
-    least: int | None,
+    model: nn.Module, blocks: Named, is_adapter: IsAdapter, where: torch.device, least: int | None
 ) -> Choice:
     """blocks: by name, none inside another. where: the device that computes. least: elements; a smaller
     parameter is resident; None for LEAST_NUMEL. Raises ValueError for parameters that FSDP manages, or that
@@ -147,9 +144,11 @@ def quantize(choice: Choice, model: nn.Module) -> None:
         weight.uses = None if weight.int8 else weight.uses
     if not any(weight.int8 for weight in weights):
         raise ValueError(
-            f"apply(quantize=...) finds no frozen weight of 2 or 3 dimensions among the {len(weights)} that "
-            f"stream of {type(model).__name__}; freeze them with requires_grad_(False) before, or leave "
-            "quantize out"
+            f"apply(quantize=...) finds no frozen float32, bfloat16 or float16 weight of 2 or 3 dimensions "
+            f"among the {len(weights)} that stream of {type(model).__name__}, of which "
+            f"{sum(not weight.parameter.requires_grad for weight in weights)} are frozen and which are of "
+            f"{', '.join(sorted({str(weight.parameter.dtype) for weight in weights}))}; freeze them with "
+            "requires_grad_(False) before, cast them, or leave quantize out"
         )
 
 
@@ -168,6 +167,13 @@ def _refuse_fsdp(model: nn.Module, asked: str) -> None:
 
 def _refuse(model: nn.Module, where: torch.device) -> None:
     _refuse_fsdp(model, "weights=...")
+    for name, module in model.named_modules():
+        hook: Any = getattr(module, "_hf_hook", None)
+        if any(getattr(each, "offload", False) for each in (hook, *getattr(hook, "hooks", ()))):
+            raise ValueError(
+                f"apply(weights=...): accelerate has offloaded {name!r}, and fills it in each forward; load "
+                "without device_map, or call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+            )
     for name, parameter in model.named_parameters():
         if parameter.device.type not in ("cpu", "meta") and parameter.device != where:
             raise ValueError(
@@ -185,4 +191,6 @@ def _why_resident(name: str, module: nn.Module, parameter: Tensor, is_adapter: I
         return f"of a tensor subclass ({type(parameter).__name__})"
     if parameter.numel() < least:
         return f"smaller than {least:,} elements"
-    return "" if is_dense(parameter) and not parameter.is_inference() else "not dense in memory"
+    if parameter.is_inference():
+        return "made under torch.inference_mode(): clone() them outside of it"
+    return "" if is_dense(parameter) else "not dense in memory"

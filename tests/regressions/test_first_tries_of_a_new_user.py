@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+import torch.fx
+from torch import Tensor, nn
 
 import offload
 from offload import PipelineOffloadManager
@@ -45,7 +48,7 @@ def test_remove_of_a_part_names_the_model_that_has_the_hooks() -> None:
     model = build()
     handle = offload.apply(model, min_numel=1)
     part = model.get_submodule(handle.blocks[0])
-    with pytest.raises(ValueError, match=r"remove\(\) of a \w+ that is a part of what <offload.apply\("):
+    with pytest.raises(ValueError, match=r"remove\(\) of a \w+ inside what <offload.apply\("):
         offload.remove(part)
     assert hooks_of(model)
     with pytest.raises(ValueError, match="remove got a Applied, must be"):
@@ -130,3 +133,73 @@ def test_a_small_model_is_a_first_try_of_weights_and_gradients() -> None:
         model(torch.randn(2, 32)).sum().backward()
         assert handle.gradients is not None
         assert handle.gradients.count == 6
+
+
+@dataclass
+class State:
+    hidden: Tensor
+
+
+class OfStates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, state: State) -> State:
+        return State(torch.tanh(self.linear(state.hidden)))
+
+
+class States(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(OfStates() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = State(x)
+        for layer in self.layers:
+            state = layer(state)
+        return state.hidden
+
+
+def test_inputs_inside_a_dataclass_are_named_and_not_min_numel(caplog: pytest.LogCaptureFixture) -> None:
+    """ "hidden_states" moved nothing, and blamed a threshold that every input passed."""
+    model = States()
+    optimizer = torch.optim.SGD(model.parameters())
+    offload.apply(model, "hidden_states", min_numel=16)
+    for _ in range(2):
+        model(torch.randn(4, 16)).sum().backward()
+        optimizer.step()
+    (said,) = [text for text in caplog.messages if "moved nothing" in text]
+    assert "in an object that is not looked into (a dataclass). Give tensors as arguments" in said
+    assert "min_numel" not in said
+
+
+def test_a_model_whose_blocks_are_recomputed_is_traced_by_fx() -> None:
+    """A proxy answers to any name, so it was taken for a cache of keys and values."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2)))
+    x = torch.randn(2, 16)
+    with offload.apply(model, "hidden_states", min_numel=1):
+        assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
+def test_int8_says_which_dtypes_it_takes(dtype: torch.dtype) -> None:
+    """Frozen weights were to be frozen."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16)) for _ in range(2))).requires_grad_(False)
+    with pytest.raises(
+        ValueError, match=f"no frozen float32, .* 4 are frozen and which are of {dtype}; .* cast"
+    ):
+        offload.apply(model.to(dtype), weights="host", quantize="int8", min_numel=1)
+
+
+def test_weights_that_do_not_stream_say_why() -> None:
+    """Those of inference mode were "not dense in memory"; those that accelerate has offloaded were taken, and
+    the forward asked for load_weights(), after which nothing trained."""
+    with torch.inference_mode():
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16)) for _ in range(2)))
+    with pytest.raises(ValueError, match=r"4 are made under torch.inference_mode\(\)"):
+        offload.apply(model, weights="host", min_numel=1)
+    given = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16)) for _ in range(2)))
+    vars(given[1][0])["_hf_hook"] = SimpleNamespace(hooks=[SimpleNamespace(offload=True)])
+    with pytest.raises(ValueError, match=r"accelerate has offloaded '1.0', .*remove_hook_from_module"):
+        offload.apply(given, weights="host", min_numel=1)

@@ -103,9 +103,12 @@ def test_the_json_has_the_rows_and_the_best(script: str, capsys: pytest.CaptureF
     assert [row["arguments"] for row in answer["rows"]] == [{"mode": True}]
 
 
-def test_where_no_mode_can_be_taken_the_code_is_3(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [f"{script}:build", "--modes", "checkpoint", "--json"]
-    assert compare.main(arguments) == 3  # a model without blocks
+@pytest.mark.parametrize("more", [["--modes", "checkpoint"], ["--modes", "nothing", "--within", "1MB"]])
+def test_where_no_mode_can_be_taken_the_code_is_3(
+    more: list[str], script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model without blocks; and one that, without a GPU, was said to take 0 B and to fit."""
+    assert compare.main([f"{script}:build", *more, "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["best"] is None
 
 
