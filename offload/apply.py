@@ -357,7 +357,7 @@ def apply(
     of its blocks, with `gradients` its gradients, and with `optimizer` that one's state, or these alone.
 
     mode: None takes the config's `activation_offloading`, "groups" by default; with `weights`, `optimizer` or
-        gradients="host", False.
+        gradients="host", "off".
         "groups": what blocks save, as far as the plan and the limit want it.
         "checkpoint": blocks are recomputed in the backward, and nothing is offloaded.
         "hidden_states": blocks are recomputed in the backward; their input waits on the host.
@@ -372,7 +372,7 @@ def apply(
         the directory for temporary files.
         "watermark": what has to, once the device's memory reaches `high`, or is seen to come to it; the
         oldest first. It goes around other modes, and takes what they leave.
-        False: nothing.
+        "off", or False: nothing.
     blocks: patterns of module names (fnmatch), such as "model.layers.*". None finds them: layers of a
         ModuleList, or two or more alike in a Sequential. By the name of a group, as `modules`.
     modules: patterns of modules inside blocks, such as ["*.self_attn", "*.mlp.act_fn"]: each is a group of
@@ -614,8 +614,7 @@ def remove(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"remove got a {type(model).__name__}, must be a torch.nn.Module")
     inside = set(model.modules())
-    hooked = [*_watermarked.items(), *_applied.items()]
-    handles = dict.fromkeys(handle for module, handle in hooked if module in inside)
+    handles = dict.fromkeys(h for m, h in (*_watermarked.items(), *_applied.items()) if m in inside)
     if around := [handle for handle in handles if handle._model() not in inside]:
         raise ValueError(f"remove() of a {type(model).__name__} inside what {around[0]!r} is of; give that")
     for handle in handles:

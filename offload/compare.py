@@ -134,7 +134,7 @@ class Comparison:
             ]
             for row in self.rows
         ]
-        headers = ["apply(model, ...)", "step", "/ nothing", "peak", "pinned", "moved"]
+        headers = ["apply(model, ...)", "step", "/ off", "peak", "pinned", "moved"]
         headers += ["recomputed", "stalls", "why not"]
         widths = [None] * (len(headers) - 1) + [60]
         table = tabulate(cells, headers, disable_numparse=True, maxcolwidths=widths)
@@ -158,7 +158,7 @@ def compare(
     within: most active bytes on the device, weights and all, as bytes, text such as "24GB" or a share of the
         GPU. Mode "auto" plans for it.
     modes: names of modes, or arguments of `apply` as dictionaries, such as {"mode": "groups", "device_limit":
-        "8GB"}. None: nothing, "checkpoint", "hidden_states", "selective", "groups", "auto", and
+        "8GB"}. None: "off", "checkpoint", "hidden_states", "selective", "groups", "auto", and
         "hidden_states" with weights on the host.
     stateful: what else a step changes and has state_dict() and load_state_dict(): schedulers, a GradScaler.
     budget_s: seconds for all of them. Each takes 2 to 12 steps; one that was begun takes 2.

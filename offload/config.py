@@ -42,11 +42,9 @@ MIB = 1 << 20
 LEAST_DISK_BYTES = 16 * MIB
 """What the disk's file has from the start: a directory that has no room for so much is refused."""
 
-NamedMode = Literal[
-    "groups", "legacy", "disk", "checkpoint", "hidden_states", "selective", "auto", "watermark"
-]
-Mode = bool | NamedMode
-MODES: tuple[Mode, ...] = (False, True, *get_args(NamedMode))
+Named = Literal["groups", "legacy", "disk", "checkpoint", "hidden_states", "selective", "auto", "watermark"]
+Mode = bool | Literal["off"] | Named
+MODES: tuple[Mode, ...] = (False, True, *get_args(Named))
 """What `offload.apply` can do to a model; its docstring has their meaning."""
 
 
@@ -109,12 +107,13 @@ def naming_near(call: Callable[P, C]) -> Callable[P, C]:
 
 
 def check_mode(name: str, value: object) -> Mode:
-    """`value`; ValueError unless it is one of MODES."""
+    """`value`, False for "off"; ValueError unless it is one of MODES."""
+    value = False if value == "off" else value
     if isinstance(value, (bool, str)) and value in MODES:
         return value
-    near = get_close_matches(str(value).lower(), get_args(NamedMode), 1)
+    near = get_close_matches(str(value).lower(), ("off", *get_args(Named)), 1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"{name} is {value!r}, must be one of {', '.join(map(repr, MODES))}{meant}")
+    raise ValueError(f"{name} is {value!r}, must be one of 'off', {', '.join(map(repr, MODES))}{meant}")
 
 
 def check_bytes(name: str, value: object, *, least: int = 0) -> None:
@@ -136,9 +135,9 @@ class OffloadConfig:
     frees."""
 
     activation_offloading: Mode = "groups"
-    """What `offload.apply` does to a model where no `mode` is given: False, "groups", True (all saved
-    tensors), "legacy", "disk", "checkpoint", "hidden_states", "selective", "auto" or "watermark". Marks do
-    what they say whatever stands here."""
+    """What `offload.apply` does to a model where no `mode` is given: "off" (False), "groups", True (all
+    saved tensors), "legacy", "disk", "checkpoint", "hidden_states", "selective", "auto" or "watermark". Marks
+    do what they say whatever stands here."""
 
     activation_offload_fraction: float = 1.0
     """Share of the eligible groups of a chunk, in forward order, that leave after warm-up; the rest stay."""
@@ -236,7 +235,8 @@ class OffloadConfig:
 
     def __post_init__(self) -> None:
         check_min_elements(self.min_offloaded_tensor_size)
-        check_mode("activation_offloading", self.activation_offloading)
+        mode = check_mode("activation_offloading", self.activation_offloading)
+        object.__setattr__(self, "activation_offloading", mode)
         check_fraction("activation_offload_fraction", self.activation_offload_fraction)
         check_index("pp_rank", self.pp_rank)
         for one in (each for each in fields(self) if "bytes" in each.name):

@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         default=12,
         help="of a parameter: AdamW with float32 masters has 12 (%(default)s)",
     )
-    add("--offload", choices=list(MODES), default="none", help=_MODES_HELP)
+    add("--offload", choices=list(MODES), default="off", help=_MODES_HELP)
     add("--device-total-gb", type=float, help="what a GPU may hold in all (what it has)")
     add(
         "--other-gb", type=float, default=0.0, help="of that, what no tensor of the model takes (%(default)s)"

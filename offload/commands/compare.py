@@ -1,7 +1,7 @@
 """Which mode suits a script's model? `offload.compare` on what one function of it returns.
 
     offload compare train.py:build
-    offload compare train.py:build --within 24GB --modes nothing,groups,auto
+    offload compare train.py:build --within 24GB --modes off,groups,auto
     torchrun --nproc-per-node 2 -m offload compare train.py:build
 
 The function takes no argument and returns (model, step), or (model, step, stateful): a model on its device, a
@@ -46,8 +46,8 @@ from offload.config import check_mode
 __all__ = ["main"]
 
 TAKEN, NO_QUESTION, NONE_CAN = 0, 2, 3
-_NO_TEXT = {"nothing": False, "False": False, "True": True}
-"""Modes of `apply` that are no text, and the table's name for the first."""
+_NO_TEXT = {"False": False, "True": True}
+"""Modes of `apply` that are no text."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("function", metavar="script.py:function", help="returns (model, step)")
     add("--within", help='most active bytes on the device: "24GB", or a share of the GPU, "60%%"')
-    add("--modes", help="names of modes, with commas, `nothing` for the model as it is (the usual ones)")
+    add("--modes", help="names of modes, with commas, `off` for the model as it is (the usual ones)")
     add("--budget-s", type=float, default=120.0, help="seconds for all modes together (%(default)g)")
     add("--json", action="store_true", help="all figures, in bytes and milliseconds")
     return parser

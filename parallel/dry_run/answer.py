@@ -151,7 +151,7 @@ def dry_run(job: Job, mode: Mode, stages: Sequence[Stage] | None = None) -> DryR
             *pairs[rank],
             plays[rank],
             times[rank],
-            step_of(rank, "none", all_copy),
+            step_of(rank, "off", all_copy),
         )
         for rank in positions
     )
@@ -240,7 +240,7 @@ def _peak_by_phase(order: Sequence[Action], peaks: Sequence[int]) -> dict[str, i
 def _least(job: Job, mode: Mode, steps: Sequence[RankStep], held: Sequence[Held]) -> ModeNeed:
     """The least device on which every position can run: for a mode that moves, with all of it moved; auto at
     the last level."""
-    level = 0 if mode in ("none", "groups") else LAST_LEVEL
+    level = 0 if mode in ("off", "groups") else LAST_LEVEL
     most_bytes = 0
     for step, own in zip(steps, held, strict=True):
         plan = step.move_all(level) if mode in MOVING else step.keep_all(level)

@@ -30,7 +30,7 @@ time."""
 def plan_rank(job: Job, mode: Mode, step: RankStep, held_bytes: int) -> RankPlan:
     """The plan of one position. held_bytes: what it holds from step to step. Where nothing fits, what needs
     least."""
-    last = 0 if mode in ("none", "groups") else LAST_LEVEL
+    last = 0 if mode in ("off", "groups") else LAST_LEVEL
     # a mixture has plain layers too
     room_bytes = step.room_bytes(job.limit_bytes - held_bytes, 0 if mode == "auto" else last)
     all_here = step.keep_all(0 if mode == "auto" else last)

@@ -29,9 +29,9 @@ from .job import Stage
 
 __all__ = ["MODES", "Mode", "RankPlan", "RankStep", "StepPlay"]
 
-Mode = Literal["none", "checkpoint", "selective", "groups", "auto"]
+Mode = Literal["off", "checkpoint", "selective", "groups", "auto"]
 MODES: dict[Mode, str] = {
-    "none": "every saved tensor stays",
+    "off": "every saved tensor stays",
     "checkpoint": "each layer is computed again from its input, which stays",
     "selective": "outputs of products and attention leave as the limit asks, the rest is computed again",
     "groups": "saved tensors leave as the limit asks, nothing is computed again",
@@ -314,7 +314,7 @@ def _layers(stage: Stage) -> list[Piece]:
 def _block(piece: Piece, mode: Mode) -> Block:
     """A layer with the levels that this mode may choose from."""
     menu = piece.menu
-    if mode in ("none", "groups"):
+    if mode in ("off", "groups"):
         menu = menu[:1]
     elif mode == "checkpoint":
         menu = (menu[0], menu[-1])

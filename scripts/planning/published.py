@@ -106,7 +106,7 @@ def predicted(row: Row) -> Predicted:
         index: Stage(index=index, pieces=(layer,) * each, layers=each, is_last=index == job.num_stages - 1)
         for index in range(job.num_stages)
     }
-    mode = "none" if row.saved_gb is None else "groups"
+    mode = "off" if row.saved_gb is None else "groups"
 
     def planned(rank: int, rates: Rates) -> tuple[RankStep, RankPlan]:
         step = RankStep(job.orders[rank], stages, rates, mode)

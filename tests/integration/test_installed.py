@@ -110,7 +110,7 @@ def test_the_dry_run_plans_without_an_extra_and_says_at_once_what_a_picture_need
     assert planner.main([*JOB, "--json"]) == 0
     modes = json.loads(capsys.readouterr().out)["modes"]
     least = {mode["mode"]: mode["device_bytes"] for mode in modes}
-    between = str((least["none"] + least["checkpoint"]) / 2e9)
+    between = str((least["off"] + least["checkpoint"]) / 2e9)
     answer = json.loads(run_in(Path(offload), tmp_path, "plan", *JOB, "--device-total-gb", between, "--json"))
     assert answer["fits"]
     said = {mode["mode"]: mode["device_bytes"] for mode in answer["modes"]}

@@ -118,6 +118,15 @@ def test_a_mode_with_a_slip_names_the_nearest(asked: str, meant: str) -> None:
         offload.apply(build(), asked)  # type: ignore[arg-type]
 
 
+def test_off_is_the_word_of_apply_the_config_compare_and_plan() -> None:
+    """It was False, nothing and none."""
+    assert offload.apply(build(), "off").mode is False
+    assert offload.OffloadConfig(activation_offloading="off").activation_offloading is False
+    table = offload.compare(build(), lambda: None, modes=["off"], budget_s=0.01)
+    assert table.best == {"mode": False}
+    assert "/ off" in str(table)
+
+
 def test_a_small_model_is_a_first_try_of_weights_and_gradients() -> None:
     """Parameters below 1 Mi elements stayed whatever `min_numel` was, so no small model could be tried."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3)))

@@ -62,6 +62,6 @@ def test_the_dry_run_plans_a_job_that_does_not_fit_as_it_is(
     job = ["--model", str(config), "--pp", "2", "--microbatches", "4", "--sequence", "1024"]
     assert plan.main([*job, "--json"]) == 0
     least = {mode["mode"]: mode["device_bytes"] for mode in json.loads(capsys.readouterr().out)["modes"]}
-    total_gb = (least["checkpoint"] + least["none"]) / 2e9
+    total_gb = (least["checkpoint"] + least["off"]) / 2e9
     assert plan.main([*job, "--offload", "auto", "--device-total-gb", f"{total_gb}"]) == 0
     assert "fits" in capsys.readouterr().out

@@ -76,7 +76,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_the_table_and_the_line_to_take_are_printed_and_the_scripts_words_are_beside(
     script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    modes = ["--modes", "nothing,True, checkpoint"]
+    modes = ["--modes", "off,True, checkpoint"]
     assert compare.main([f"{script}:build", *modes, "--", "--lr", "3"]) == 0
     said = capsys.readouterr()
     assert "loading --lr 3\nbuilding\n" in said.err
@@ -103,7 +103,7 @@ def test_the_json_has_the_rows_and_the_best(script: str, capsys: pytest.CaptureF
     assert [row["arguments"] for row in answer["rows"]] == [{"mode": True}]
 
 
-@pytest.mark.parametrize("more", [["--modes", "checkpoint"], ["--modes", "nothing", "--within", "1MB"]])
+@pytest.mark.parametrize("more", [["--modes", "checkpoint"], ["--modes", "off", "--within", "1MB"]])
 def test_where_no_mode_can_be_taken_the_code_is_3(
     more: list[str], script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,7 +135,7 @@ def test_what_is_applied_already_is_refused(manager: PipelineOffloadManager) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "disc"}, r"mode is 'disc', must be one of False, True, 'groups'"),
+        ({"mode": "disc"}, r"mode is 'disc', must be one of 'off', False, True, 'groups'"),
         ({"mode": True, "blocks": "layers.*"}, r"blocks='layers.\*' with mode=True, which takes every saved"),
         ({"blocks": 3}, "blocks is 3, must be a pattern such as"),
         ({"blocks": "zzz.*"}, r"'zzz.\*' matches no module of Model; no name is like it\. Its children are "),

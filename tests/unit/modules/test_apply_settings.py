@@ -50,7 +50,9 @@ def test_the_mode_of_the_config_is_taken_where_none_is_given() -> None:
     handle = offload.apply(model)
     assert repr(handle) == "<offload.apply(Model, mode=False): nothing>"
     assert not model._forward_hooks
-    with pytest.raises(ValueError, match=r"activation_offloading is 'offload_disk', must be one of False,"):
+    with pytest.raises(
+        ValueError, match=r"activation_offloading is 'offload_disk', must be one of 'off', False,"
+    ):
         offload.OffloadConfig(activation_offloading="offload_disk")
 
 

@@ -57,7 +57,7 @@ def test_a_job_that_does_not_fit_is_told_the_size_and_the_modes_that_do(
     _, whole, _ = asked(capsys, "--model", config, *TWO_RANKS, "--json")
     none, checkpoint = (
         next(mode["device_bytes"] for mode in json.loads(whole)["modes"] if mode["mode"] == name) / 1e9
-        for name in ("none", "checkpoint")
+        for name in ("off", "checkpoint")
     )
     between = str((none + checkpoint) / 2)
     code, said, _ = asked(capsys, "--model", config, *TWO_RANKS, "--device-total-gb", between)
@@ -118,7 +118,7 @@ def test_where_only_the_host_is_short_the_mode_that_pins_least_says_how_much(
 ) -> None:
     answer = json.loads(asked(capsys, "--model", config, *TWO_RANKS, "--json")[1])
     room = {mode["mode"]: mode["device_bytes"] for mode in answer["modes"]}
-    staying = min(room["none"], room["checkpoint"])
+    staying = min(room["off"], room["checkpoint"])
     assert min(room.values()) < staying, "else nothing has to move"
     total = str((min(room.values()) + staying) / 2e9)
     code, said, _ = asked(

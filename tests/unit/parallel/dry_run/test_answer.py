@@ -64,7 +64,7 @@ def w2_step(stage: Any, mode: Any) -> RankStep:
 
 def test_where_the_host_is_slower_an_action_takes_what_launching_its_blocks_takes(stage: Any) -> None:
     slow = [replace(piece, forward_host_s=3.0, backward_host_s=5.0) for piece in stage.pieces]
-    step = w2_step(replace(stage, pieces=tuple(slow)), "none")
+    step = w2_step(replace(stage, pieces=tuple(slow)), "off")
     seconds = dict(zip((action.kind for action in step.order), step.compute_s(step.uniform(0)), strict=True))
     assert seconds == {"F": 3.0 * len(slow), "B": 5.0 * len(slow)}
 
@@ -72,7 +72,7 @@ def test_where_the_host_is_slower_an_action_takes_what_launching_its_blocks_take
 def test_messages_of_up_to_eight_microbatches_are_on_the_device(stage: Any) -> None:
     """Of a rank in the middle, whose last of 16 microbatches is like the first."""
     order = [action._replace(stage=1) for action in one_f_one_b(1, 4, 16)]
-    steps = [RankStep(order, {1: stage}, LINK, "none", receives=receives) for receives in (False, True)]
+    steps = [RankStep(order, {1: stage}, LINK, "off", receives=receives) for receives in (False, True)]
     alone_bytes, among_bytes = (step.play(step.keep_all(0)).peaks_bytes for step in steps)
     received = [more - less for more, less in zip(among_bytes, alone_bytes, strict=True)]
     nbytes = stage.output_bytes
@@ -84,7 +84,7 @@ def test_messages_of_up_to_eight_microbatches_are_on_the_device(stage: Any) -> N
 
 def test_w2_without_offload_is_predicted_within_3_percent_and_2_percent_of_peak(stage: Any) -> None:
     """Measured 3145 to 3198 ms, 22.03 GB saved by a forward, 88.1 live at most, 99.80 active."""
-    step = w2_step(stage, "none")
+    step = w2_step(stage, "off")
     play = step.play(step.keep_all(0))
     assert 3198 * 0.97 <= play.result.step_s * 1e3 <= 3145 * 1.03
     assert sum(piece.saved_bytes for piece in stage.pieces) / GB == pytest.approx(22.03, abs=0.005)
@@ -163,7 +163,7 @@ def test_layers_that_do_not_divide_go_to_the_stages_after_the_first() -> None:
 
 
 def test_a_rank_without_offload_holds_its_live_microbatches_and_waits_for_its_neighbours() -> None:
-    answer = dry_run(job(), "none")
+    answer = dry_run(job(), "off")
     first, last = answer.positions
     stages = stages_of_job(job())
     saved = [sum(piece.saved_bytes for piece in stage.pieces) for stage in stages]
@@ -178,7 +178,7 @@ def test_a_rank_without_offload_holds_its_live_microbatches_and_waits_for_its_ne
 
 def tight(mode: Any, **changes: Any) -> DryRun:
     """Half of what is saved has to go."""
-    free = dry_run(job(), "none").positions[0]
+    free = dry_run(job(), "off").positions[0]
     limit = free.peak_bytes - free.saved_bytes // 2
     return dry_run(job(device_total_bytes=limit, **changes), mode)
 
@@ -190,10 +190,10 @@ def test_a_mode_that_moves_keeps_within_the_device(mode: Any) -> None:
     assert answer.positions[0].peak_bytes <= answer.job.limit_bytes
     assert answer.positions[0].moved_bytes > 0 or answer.positions[0].recompute_s > 0
     assert answer.pipeline_s >= answer.plain_s * (1 - 1e-9)
-    assert not dry_run(answer.job, "none").fits
+    assert not dry_run(answer.job, "off").fits
     needs = {need.mode: need for need in answer.modes}
     assert needs[mode].device_bytes <= answer.positions[0].peak_bytes
-    assert (needs["none"].fits, needs[mode].fits) == (False, True)
+    assert (needs["off"].fits, needs[mode].fits) == (False, True)
 
 
 def test_the_fullest_host_pins_what_all_its_ranks_need_at_once() -> None:
