@@ -158,8 +158,9 @@ class RecomputedCall:
         )
         self._members = MembersBefore(modules)
         self._sample = self._watch.sample(self._manager.engine, *self._whose)
-        unlike = partial(self._watch.refuse, type(self._module))
-        region = Region(self._again, self._context_fn, self._sample, unlike)
+        region = Region(
+            self._again, self._context_fn, self._sample, partial(self._watch.failed, *self._whose)
+        )
         try:
             group.open(tensors)
             region.begin(tensors)
@@ -263,10 +264,6 @@ class RecomputedCall:
             except Exception as error:
                 if not isinstance(error, _StopRecomputationError):
                     after = None  # it did not come to its end
-                    error.add_note(
-                        f"raised while a {type(self._module).__name__} was recomputed for its backward: what "
-                        "its forward read may have changed since; leave the block out with no_recompute="
-                    )
                 raise
             finally:
                 _due.module = None

@@ -137,6 +137,14 @@ class Watch:
         if self._moves:
             self._refused.add(kind)
 
+    def failed(self, name: str, kind: object, error: BaseException) -> None:
+        """The recompute of block `name` has raised, or saved other tensors."""
+        self.refuse(kind)
+        error.add_note(
+            f"raised while {name} was recomputed for its backward: what its forward read may have changed "
+            "since; leave the block out with no_recompute="
+        )
+
     def draws(self, name: str, kind: object, generators: str) -> None:
         """A forward of block `name` has drawn from `generators`, which is said once for a class of blocks."""
         if kind not in self._refused:

@@ -115,8 +115,8 @@ class Region:
     """One run. again: computes what it saved once more, from the tensors given to `begin` (arguments.py).
 
     context_fn: of what the run and each recompute are inside, asked at `begin`; None for nothing.
-    sample: compares this run with its recomputes; None where nobody does. unlike: called where a recompute
-        raises, or saves other tensors, in number or in shape.
+    sample: compares this run with its recomputes; None where nobody does. unlike: called with the error
+        where a recompute raises, or saves other tensors, in number or in shape.
     `begin` and `end` are called in one thread, and hooks that are put on in between are taken off in between.
     """
 
@@ -125,7 +125,7 @@ class Region:
         again: Callable[..., object],
         context_fn: Callable[[], Contexts] | None = None,
         sample: Sample | None = None,
-        unlike: Callable[[], None] = lambda: None,
+        unlike: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self._again = again
         self._sample = sample
@@ -269,7 +269,7 @@ class Region:
                 compared.ends()
         except BaseException as error:
             if not isinstance(error, (KeyboardInterrupt, torch.OutOfMemoryError)):
-                self._unlike()
+                self._unlike(error)
             self._let_go(task)
             raise
 

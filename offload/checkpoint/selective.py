@@ -332,6 +332,6 @@ class _RecomputeMode(CallMode):
             raise OffloadError(
                 f"{func} was called {forward.calls[func]:,} times in the forward of a checkpointed region "
                 "and once more in its recompute, so it is not known which call is which; make the region "
-                "repeat itself, or take the operator off keep_ops"
+                "repeat itself; or take the operator off keep_ops, or the block out with no_recompute="
             )
         return func(*args, **kwargs)

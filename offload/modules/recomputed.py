@@ -116,7 +116,7 @@ class RecomputedCalls:
                 raise OffloadError(
                     f"block {self._name} is recomputed in the backward, and a compiled function calls it: "
                     "compile the blocks, block.compile() for each, and not what is around them; or use "
-                    "mode='groups', which goes with any"
+                    "mode='groups', which goes with any. A Trainer's torch_compile=True compiles all of it"
                 )
 
     def _checkpointed(self, module: nn.Module) -> GroupCall | None:

@@ -395,7 +395,7 @@ def test_what_a_recompute_raises_says_that_it_was_one_and_names_the_way_out(mode
         with pytest.raises(TypeError) as raised:
             loss.backward()
     notes = " ".join(raised.value.__notes__)
-    assert "while a Conditioned was recomputed for its backward" in notes
+    assert "while 2 was recomputed for its backward" in notes, "the block by its name"
     assert "no_recompute=" in notes
 
 

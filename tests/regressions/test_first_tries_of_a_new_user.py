@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.fx
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import offload
@@ -142,6 +144,30 @@ def test_a_small_model_is_a_first_try_of_weights_and_gradients() -> None:
         model(torch.randn(2, 32)).sum().backward()
         assert handle.gradients is not None
         assert handle.gradients.count == 6
+
+
+class Alternating(nn.Module):
+    """Its recompute saves another number of tensors than its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(16, 16), [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        y = torch.tanh(self.linear(x))
+        return torch.tanh(y) if self.calls[0] % 2 else y
+
+
+@pytest.mark.parametrize("mode", ["hidden_states", "checkpoint", "selective"])
+def test_a_recompute_that_saves_other_tensors_names_its_block(mode: Any) -> None:
+    """CheckpointError named none."""
+    model = nn.Sequential(*(Alternating() for _ in range(2)))
+    with offload.activations(model, mode, min_numel=1):
+        loss = model(torch.randn(4, 16)).sum()
+        with pytest.raises(torch.utils.checkpoint.CheckpointError) as raised:
+            loss.backward()
+    assert "raised while 1 was recomputed for its backward" in raised.value.__notes__[0]
 
 
 @dataclass
