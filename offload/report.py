@@ -112,7 +112,7 @@ class Report:
             simulated=bool(self.link),
             tables=[self._kinds(), self._groups(), self._stayed(), self._ranks(), self._figures()],
             choices=choices,
-            choice=None if self.explained is None else _choice(self.explained),
+            choice=None if self.explained is None else Table(*self.explained.table()),
             text="" if self._streamed is None else str(self._streamed),
             footer=f"{rank}{where}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M:%S')}.",
             timeline=None if trace is None else trace.timeline,
@@ -359,20 +359,6 @@ def _report(
 def _explained(manager: GroupsManager | None) -> Explanation | None:
     clients = [] if manager is None else manager.engine.clients
     return next((client.explain() for client in clients if isinstance(client, Auto)), None)
-
-
-def _choice(explained: Explanation) -> Table:
-    rows = [
-        (
-            share.name,
-            *(bytes_text(nbytes) for nbytes in share[1:5]),
-            f"{share.recompute_ms:.1f}",
-            ", ".join(f"{count} {level}" for level, count in share.levels.items()),
-        )
-        for share in explained.shares
-    ]
-    headers = ("block", "saves", "kept", "moved", "recomputed", "recompute, ms", "forwards")
-    return Table(headers, rows)
 
 
 def _has_ranks() -> bool:

@@ -6,6 +6,7 @@ from it on; nothing is measured here.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,10 +16,8 @@ from typing import Any, NamedTuple
 from tabulate import tabulate
 
 from offload.policy.actions import ChunkKey
-from offload.policy.menu import Level
 from offload.policy.mixture import MixedPlan, scaled
 from offload.sizes import bytes_text
-from offload.telemetry.drawing import byte_unit
 
 __all__ = ["BlockShare", "Explanation"]
 
@@ -26,6 +25,10 @@ _MORE = 0.1
 """Of the total: how much larger the budget is of which the gain is told."""
 _MORE_TRIALS = 100
 """Of it: from the plan on these find as much as all of a search from the start."""
+_NOTHING = (
+    "No block saves a tensor that may leave: each is smaller than min_numel, a parameter, or has to stay. So "
+    "no recompute was considered, whatever they take of the total. A smaller min_numel lets them leave."
+)
 
 
 class BlockShare(NamedTuple):
@@ -141,123 +144,54 @@ class Explanation:
         then = scaled(replace(plan, problem=problem), {}, _MORE_TRIALS)
         return more, max(0.0, plan.predicted_step_s - then.predicted_step_s) * 1e3
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        plan, larger = self.plan, self.larger_budget
-        found: dict[str, Any] = {
-            "state": self.state,
-            "device_total_bytes": self.total_bytes,
-            "rest_bytes": self.rest_bytes,
-            "limit_bytes": self.limit_bytes,
-            "blocks": [share._asdict() for share in self.shares],
-        }
-        if plan is not None:
-            found |= {
-                "plain_ms": plan.plain_s * 1e3,
-                "predicted_ms": plan.predicted_step_s * 1e3,
-                "stall_ms": plan.predicted.stall_s * 1e3,
-                "peak_bytes": plan.predicted_peak_bytes,
-            }
-        if larger is not None:
-            found |= {"larger_budget_bytes": larger[0], "larger_budget_saves_ms": larger[1]}
-        return found
+    def table(self) -> tuple[tuple[str, ...], list[list[str]]]:
+        """Headers, and a row a block. Blocks whose names differ in numbers alone are one row where all of
+        their figures are equal: those of each of them."""
+        names: dict[tuple[str, ...], list[str]] = {}
+        for share in self.shares:
+            levels = ", ".join(f"{count} {level}" for level, count in share.levels.items())
+            figures = [*map(bytes_text, share[1:5]), f"{share.recompute_ms:.1f}", levels]
+            names.setdefault((re.sub(r"\d+", "", share.name), *figures), []).append(share.name)
+        rows = [
+            [own[0] if len(own) == 1 else f"{own[0]} .. {own[-1]} ({len(own)} alike)", *figures]
+            for (_, *figures), own in names.items()
+        ]
+        return ("block", "saves", "kept", "moved", "recomputed", "recompute, ms", "forwards"), rows
 
     def __str__(self) -> str:
         plan = self.plan
         if plan is None:
             return f"auto: {self.state}"
-        plain_ms = plan.plain_s * 1e3
-        again_ms = plan.predicted.recompute_s * 1e3
+        plain_ms, planned_ms = plan.plain_s * 1e3, plan.predicted_step_s * 1e3
         lines = [
             f"auto: {self.state}",
-            f"A step of plain blocks computes {plain_ms:.1f} ms. Planned: "
-            f"{plan.predicted_step_s * 1e3:.1f} ms, {plan.predicted_step_s * 1e3 / plain_ms:.3f} of it, of "
-            f"which {again_ms:.1f} ms recompute and {plan.predicted.stall_s * 1e3:.1f} ms stall for copies.",
+            f"A step of plain blocks computes {plain_ms:.1f} ms. Planned: {planned_ms:.1f} ms, "
+            f"{planned_ms / plain_ms:.3f} of it, of which {plan.predicted.recompute_s * 1e3:.1f} ms "
+            f"recompute and {plan.predicted.stall_s * 1e3:.1f} ms stall for copies.",
         ]
         if self.total_bytes is not None and self.rest_bytes is not None and self.limit_bytes is not None:
-            spare_bytes = self.total_bytes - self.rest_bytes - self.limit_bytes
-            rest = (
-                f"{bytes_text(self.rest_bytes)} are weights, gradients and working set"
-                if self.rest_bytes
-                else "nothing is counted for weights, gradients and working set, which only a GPU shows"
-            )
+            unseen = "" if self.rest_bytes else " (only a GPU shows them)"
             lines.append(
-                f"Of {bytes_text(self.total_bytes)} on the device, {rest}"
-                + (f" and {bytes_text(spare_bytes)} are spare" if spare_bytes > 0 else "")
-                + f"; {bytes_text(self.limit_bytes)} are left for saved tensors and what recomputes make "
-                f"again, and the plan takes {bytes_text(plan.predicted_peak_bytes)}"
-                + (
-                    " of them."
-                    if plan.predicted_peak_bytes <= self.limit_bytes
-                    else f" of the {bytes_text(plan.problem.limit_bytes)} that there were when it was made."
-                )
+                f"Of {bytes_text(self.total_bytes)} on the device {bytes_text(self.rest_bytes)} are weights, "
+                f"gradients and working set{unseen}, and {bytes_text(self.limit_bytes)} are for saved "
+                f"tensors and recomputes. The plan was made for {bytes_text(plan.problem.limit_bytes)}, and "
+                f"takes {bytes_text(plan.predicted_peak_bytes)}."
             )
-        if not self.shares:
-            why = (
-                "No block saves a tensor that may leave: each is smaller than min_numel, a parameter, or has "
-                "to stay. So nothing was to choose, and no recompute was considered, whatever they take of "
-                "the total. A smaller min_numel lets them leave."
-            )
-            return "\n".join([*lines, why])
-        size, unit = byte_unit(max((share.saved_bytes for share in self.shares), default=0))
-        table = tabulate(
-            [
-                (
-                    share.name,
-                    *(f"{nbytes / size:.2f}" for nbytes in share[1:5]),
-                    f"{share.recompute_ms:.1f}",
-                    ", ".join(f"{count} {level}" for level, count in share.levels.items()),
-                )
-                for share in self.shares
-            ],
-            headers=("block", f"saves {unit}", "kept", "moved", "recomputed", "ms", "forwards"),
-            colalign=("left", *["right"] * 5, "left"),
-        )
+        headers, rows = self.table()
+        if not rows:
+            return "\n".join([*lines, _NOTHING])
         planned = sum(share.moved_bytes for share in self.shares)
         if self.moved_bytes is not None and self.moved_bytes != planned:
             lines.append(
-                f"The plan moves {bytes_text(planned)} a step, counted by the byte. The last step moved "
-                f"{bytes_text(self.moved_bytes)}: whole tensors stay, beside room for copies under way."
+                f"The plan moves {bytes_text(planned)} a step. The last step moved "
+                f"{bytes_text(self.moved_bytes)}: tensors move whole."
             )
+        table = tabulate(rows, headers=headers, colalign=("left", *["right"] * 5, "left"))
         return "\n".join([*lines, "", table, "", *self.margins()])
 
     def margins(self) -> list[str]:
-        """What a little more or less memory would change, a sentence each; [] before there is a plan."""
-        if self.plan is None:
+        """What more memory would change; [] where that is not known."""
+        if self.larger_budget is None:
             return []
-        lines = []
-        found = self._given_up_next()
-        if found is not None:
-            chunk, place, now, then = found
-            fewer = bytes_text(now.saved_bytes - then.saved_bytes)
-            lines.append(
-                f"Given up next, if there were less: {self._name(chunk, place)} in microbatch {chunk[1]}, "
-                f"from '{now.name}' to '{then.name}', which saves {fewer} less and recomputes for "
-                f"{round(self._more_ms(chunk, place), 2) + 0.0:.2f} ms."
-            )
-        if self.larger_budget is not None:
-            nbytes, saved_ms = self.larger_budget
-            lines.append(f"A budget larger by {bytes_text(nbytes)} would save {saved_ms:.1f} ms a step.")
-        return lines
-
-    def _given_up_next(self) -> tuple[ChunkKey, int, Level, Level] | None:
-        """The cheapest step down that is left, by seconds for a byte, with the place of its block."""
-        assert self.plan is not None
-        best: tuple[float, tuple[ChunkKey, int, Level, Level]] | None = None
-        for chunk, blocks in self.plan.problem.blocks.items():
-            for place, (block, level) in enumerate(zip(blocks, self.plan.levels[chunk], strict=True)):
-                if level + 1 >= len(block.menu):
-                    continue
-                now, then = block.menu[level], block.menu[level + 1]
-                rate = (then.recompute_s - now.recompute_s) / max(now.saved_bytes - then.saved_bytes, 1)
-                if best is None or rate < best[0]:
-                    best = rate, (chunk, place, now, then)
-        return None if best is None else best[1]
-
-    def _more_ms(self, chunk: ChunkKey, place: int) -> float:
-        """What this chunk computes again if that block of it is a level further down."""
-        assert self.plan is not None
-        levels = list(self.plan.levels[chunk])
-        levels[place] += 1
-        then = replace(self.plan, levels={**self.plan.levels, chunk: tuple(levels)})
-        return (sum(then.recompute_s(chunk)) - sum(self.plan.recompute_s(chunk))) * 1e3
+        nbytes, saved_ms = self.larger_budget
+        return [f"A budget larger by {bytes_text(nbytes)} would save {saved_ms:.1f} ms a step."]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import offload
 from offload import PipelineOffloadManager, init_chunk_handler
+from offload.sizes import bytes_text
 from tests.unit.modules.test_auto import SLOW_LINK
 from tests.unit.modules.training import ROWS, WIDTH, Block, Model, build, equal, seeded, train
 
@@ -199,10 +200,9 @@ def test_figures_of_a_total_are_none_below_zero(handles: Callable[[nn.Module], o
     assert explained.rest_bytes >= 0
     assert explained.limit_bytes <= TOTAL
     assert explained.plan is not None
-    assert "of them." in str(explained)
-    # a limit that was lowered since is not said to be what the plan takes
+    # a limit that was lowered since is not said to be what the plan was made for
     later = replace(explained, limit_bytes=explained.plan.predicted_peak_bytes - 1)
-    assert "that there were when it was made." in str(later)
+    assert f"The plan was made for {bytes_text(explained.plan.problem.limit_bytes)}, and" in str(later)
 
 
 def test_a_hundred_steps_leave_no_object_and_no_tensor_in_a_cycle(

@@ -219,9 +219,9 @@ def test_what_auto_chose_and_what_a_larger_budget_gains_are_on_the_page(tmp_path
     last = Figures(steps=1, saved_bytes=8, moved_bytes=8)
     parsed = saved(Report(since="apply", total=last, last=last, explained=explained), tmp_path)
     rows = {row[0]: row[1:] for table in parsed.tables for row in table}
-    assert [rows[share.name][:4] for share in explained.shares] == [
-        [bytes_text(nbytes) for nbytes in share[1:5]] for share in explained.shares
-    ]
+    _, expected = explained.table()
+    assert expected
+    assert [rows[name] for name, *_ in expected] == [figures for _, *figures in expected]
     assert explained.margins()[-1].startswith("A budget larger by ")
     for line in explained.margins():
         assert line in parsed.text
