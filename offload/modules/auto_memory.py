@@ -184,11 +184,6 @@ class AutoMemory:
         """Whether a plan can be made: there is no total, or a step was measured."""
         return self.total is None or self.total.rest_bytes is not None
 
-    @property
-    def holds_without_plan(self) -> bool:
-        """Whether a step fits the total that recomputes every block."""
-        return self.total is None or self.total.least_peak_bytes <= self.total.total_bytes
-
     def measure(self) -> None:
         """From the next step on: others come than before. Where there was no room, there may be now."""
         self.is_measured = True

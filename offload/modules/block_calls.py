@@ -27,7 +27,7 @@ from offload.ids import ChunkId
 from offload.modules.root import ModelRoot
 from offload.modules.rule import Cost as KindCost
 from offload.modules.rule import Rule, Trace
-from offload.planner.agreement import peers_of, with_levels_of
+from offload.planner.agreement import peers_of
 from offload.planner.kinds import kind_of, look_of
 from offload.planner.profile import BlockProfile, kept_always
 from offload.planner.profiler import BlockProfiler
@@ -369,10 +369,7 @@ class BlockCalls:
         if profile is None:
             if len(self._scaled) >= _MOST_LENGTHS:
                 self._scaled.clear()
-            profile = self.profiles[kind].scaled(factor)
-            if self.peers:
-                profile = with_levels_of(self.profiles[kind], profile, factor)
-            self._scaled[kind, factor] = profile
+            profile = self._scaled[kind, factor] = self.profiles[kind].scaled(factor)
         return profile
 
     def _unplanned(

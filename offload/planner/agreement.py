@@ -40,7 +40,7 @@ from offload.errors import OffloadError
 from offload.planner.profile import BlockProfile, SeenCall
 from offload.policy.mixture import MixedPlan
 
-__all__ = ["Agreement", "Room", "common_profile", "is_point", "peers_of", "with_levels_of"]
+__all__ = ["Agreement", "Room", "common_profile", "is_point", "peers_of"]
 
 T = TypeVar("T")
 
@@ -249,10 +249,3 @@ def _common_call(call: SeenCall, same: Sequence[SeenCall | None]) -> SeenCall:
         must=any(one.must for one in found),
         together=next((one.together for one in found if one.together is not None), None),
     )
-
-
-def with_levels_of(base: BlockProfile, scaled: BlockProfile, factor: float) -> BlockProfile:
-    """`scaled` with the levels of `base`: other numbers of tokens may give it others, and ranks that follow
-    one plan need not have equal numbers."""
-    menu = tuple(level.scaled(factor) for level in base.menu)
-    return replace(scaled, menu=menu, keeps=base.keeps)

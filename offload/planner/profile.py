@@ -46,14 +46,13 @@ class SeenCall(NamedTuple):
         it is kept wherever the block is recomputed.
     together: calls with an equal mark are kept together or not at all, because other inputs may number them
         otherwise; None for a call by itself.
-    squared: its seconds and flops grow with the square of the sequence.
+    squared: its seconds grow with the square of the sequence.
     """
 
     operator: Any
     number: int
     nbytes: int
     device_s: float
-    flops: int = 0
     saved_bytes: int = 0
     again: bool = True
     why_not: str = ""
@@ -96,11 +95,6 @@ class BlockProfile:
         return replace(profile, menu=menu, keeps=keeps)
 
     @property
-    def flops(self) -> int:
-        """Of the forward, as far as they are known."""
-        return sum(call.flops for call in self.calls)
-
-    @property
     def why_not(self) -> dict[str, str]:
         """By call, why it is not kept at any level."""
         return {f"call {c.number} of {c.operator}": c.why_not for c in self.calls if c.why_not}
@@ -118,7 +112,6 @@ class BlockProfile:
                 nbytes=round(call.nbytes * factor),
                 saved_bytes=round(call.saved_bytes * factor),
                 device_s=call.device_s * (squared if call.squared else factor),
-                flops=round(call.flops * (squared if call.squared else factor)),
             )
             for call in self.calls
         )

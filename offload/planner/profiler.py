@@ -190,7 +190,6 @@ class BlockProfiler:
                 call.number,
                 sum(call.made.values()),
                 device_s,
-                call.flops,
                 sum(mode.saved.of_storage(key) for key in call.made),
                 at < mode.last_save,
                 call.why_not,

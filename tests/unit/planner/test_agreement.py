@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from offload.errors import OffloadError
-from offload.planner.agreement import Agreement, Room, common_profile, is_point, with_levels_of
+from offload.planner.agreement import Agreement, Room, common_profile, is_point
 from offload.planner.profile import BlockProfile, SeenCall
 
 
@@ -111,13 +111,6 @@ def test_what_one_rank_may_not_keep_none_keeps_and_what_one_must_all_do() -> Non
 def test_a_block_that_may_not_be_recomputed_on_one_rank_is_plain_on_all() -> None:
     ours = [profile(call("mm")), profile(call("mm"), only="it writes to its input")]
     assert common_profile(ours[0], ours)[0].keeps == (None,)
-
-
-def test_other_numbers_of_tokens_leave_the_levels_as_they_are() -> None:
-    base = profile(call("mm", device_s=3.0), call("attention", squared=True), call("add", device_s=0.5))
-    scaled = with_levels_of(base, base.scaled(100.0), 100.0)
-    assert scaled.keeps == base.keeps
-    assert [level.saved_bytes for level in scaled.menu] == [100 * level.saved_bytes for level in base.menu]
 
 
 def test_each_member_hears_the_room_of_all_and_the_plan_of_one() -> None:

@@ -57,8 +57,6 @@ def test_calls_are_numbered_with_their_bytes_and_those_after_the_last_save_are_t
     first, last = calls[MM, 0], calls[MM, 1]
     assert (first.nbytes, first.saved_bytes, first.again) == (FC1_BYTES, FC1_BYTES, True)
     assert (last.nbytes, last.saved_bytes, last.again) == (INPUT_BYTES, 0, False)
-    assert first.flops == 2 * ROWS * WIDTH * 2 * WIDTH
-    assert profile.flops == 2 * first.flops
     assert reason(profile, aten.t.default) == "it returns a view of its input"
     # the input and its norm, with a mean and a deviation a row, fc1's output, and gelu's
     assert profile.plain_bytes == 2 * INPUT_BYTES + 2 * 4 * ROWS + 2 * FC1_BYTES
