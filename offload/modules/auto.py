@@ -250,13 +250,13 @@ class Auto(Client):
         # not by what was read: that depends on the rule
         shape = tuple((chunk, sum(call.input_bytes for call in calls)) for chunk, calls in ran.items())
         is_again, self._shape_before = shape == self._shape_before, shape
-        if is_again and shape != self._shape:
-            is_first, self._shape = not self._shape, shape
-            if ladder is not None and not is_first:
-                plan.follow_none()
-                self._measured = 0
-                self._wake()
-                self.ladder = self._new_ladder(manager.engine)
+        is_other = is_again and shape not in (self._shape, ())
+        is_other, self._shape = is_other and bool(self._shape), shape if is_again else self._shape
+        if ladder is not None and (is_other or (ladder.has_no_room and not self.memory.has_no_room)):
+            plan.follow_none()
+            self._measured = 0
+            self._wake()
+            self.ladder = self._new_ladder(manager.engine)
         return True
 
     # -- the ladder ------------------------------------------------------------------------------------------
@@ -287,6 +287,7 @@ class Auto(Client):
         elif ladder.wants_plan:
             self._offer_plan(manager, ladder)
         if ladder.state is not State.SETTLED or ladder.follows_plan:
+            self.memory.is_measured |= ladder.state is not State.SETTLED
             self._wake()
         elif not self.rests.any:
             self.memory.is_measured = False
@@ -331,8 +332,9 @@ class Auto(Client):
         that has ended passed the total."""
         calls, memory, trace = self.calls, self.memory, self.calls.trace
         self._measured += 1
-        if self._measured == 2 and is_over and not ladder.rule.moves:
-            ladder.rule, self._measured = Rule(moves=True), 1
+        is_unknown = trace is not None and any(kind not in calls.profiles for kind in _kinds_of(trace))
+        if self._measured == 2 and (is_unknown or (is_over and not ladder.rule.moves)):
+            ladder.rule, self._measured = Rule(moves=ladder.rule.moves or is_over), 1
         elif self._measured == 1:
             ladder.rule = Rule(moves=bool(calls.peers) or not self._inputs_fit(engine, ladder))
             calls.rule_for = self._rule_for
@@ -351,7 +353,8 @@ class Auto(Client):
             trace.input_bytes = self._input_bytes
             if is_over:
                 ladder.refuse()
-                if memory.total is not None:
+                ladder.has_no_room = memory.total is not None
+                if ladder.has_no_room:
                     memory.no_room()
                 return False
             ladder.trace = trace

@@ -127,7 +127,7 @@ class Ladder:
 
     rule: that the next step runs, where it follows no plan. follows_plan: whether it does.
     trace: of the step that was measured, None before. costs: by kind of block, set once they are known.
-    bytes_per_s: of the link to the host.
+    bytes_per_s: of the link to the host. has_no_room: it was refused, until steps are shorter.
     """
 
     def __init__(self, total_bytes: int, *, is_asked: bool = True) -> None:
@@ -138,6 +138,7 @@ class Ladder:
         self.trace: Trace | None = None
         self.costs: Mapping[Hashable, Cost] = {}
         self.bytes_per_s = inf
+        self.has_no_room = False
         self.tried: dict[str, Tried] = {}
         self._offset = 0.0  # of peaks, measured less what is calculated
         self._looks = 0
