@@ -158,9 +158,8 @@ class RecomputedCall:
         )
         self._members = MembersBefore(modules)
         self._sample = self._watch.sample(self._manager.engine, *self._whose)
-        region = Region(
-            self._again, self._context_fn, self._sample, partial(self._watch.failed, *self._whose)
-        )
+        failed = partial(self._watch.failed, *self._whose)
+        region = Region(self._again, self._context_fn, self._sample, failed)
         try:
             group.open(tensors)
             region.begin(tensors)

@@ -194,17 +194,14 @@ class MarkReport:
             if name in hooked:
                 largest = 0 if survey is None else survey.largest_small(model, name)
                 none_small = survey is not None and not largest
-                elements = f"{min_elements:,} elements here" + (
-                    f" (the largest has {largest:,})" * (largest > 0)
-                )
-                small = (
-                    f"smaller than min_numel (min_offloaded_tensor_size in OffloadConfig), {elements}, or "
-                )
+                most = f" (the largest has {largest:,})" if largest else ""
+                elements = f"{min_elements:,} elements here{most}"
+                small = f"smaller than min_numel (min_offloaded_tensor_size in OffloadConfig), {elements}"
                 logger.warning(
-                    "group %r moved nothing: what autograd saves in it is %sa parameter, or marked to stay, "
+                    "group %r moved nothing: what autograd saves in it is %s a parameter, or marked to stay, "
                     "or, of a recomputed block, in an object that is not looked into (a dataclass). %s",
                     name,
-                    "" if none_small else small,
+                    "only" if none_small else f"{small}, or",
                     "Give tensors as arguments, or mode='groups'" if none_small else "Lower the threshold",
                 )
             else:
