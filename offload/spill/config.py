@@ -153,7 +153,7 @@ class ActivationConfig:
 
 def _check_read(order: Order, given: set[str]) -> None:
     """ValueError for fields that this order does not read."""
-    if order != "reactive" and (unread := sorted(_REACTIVE & given)):
+    if order == "forecast" and (unread := sorted(_REACTIVE & given)):
         raise ValueError(
             f"{', '.join(unread)} beside order={order!r}, which has no fixed pool and no cap of copies: give "
             'order="reactive", or leave them out'

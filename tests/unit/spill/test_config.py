@@ -118,6 +118,8 @@ def test_a_key_of_the_fixed_pool_chooses_the_order_that_reads_it_or_is_an_error(
     assert replace(ActivationConfig(), min_numel=5).order == "forecast"
     with pytest.raises(ValueError, match=rf"{name} beside order='forecast', .* give order=\"reactive\""):
         ActivationConfig.load(file_of(**{name: value, "order": "forecast"}))
+    with pytest.raises(ValueError, match="order is 'oldest', must be one of"):
+        ActivationConfig.load(file_of(**{name: value, "order": "oldest"}))
     other = 7 if isinstance(value, int) else (2, 4, 8, 16, 32)
     with pytest.raises(ValueError, match=f"{name} beside order='forecast'"):
         replace(ActivationConfig(), **{name: other})
