@@ -81,14 +81,14 @@ def compare(program: Program, weights: str, **options: Any) -> None:
 
 
 @settings(max_examples=25, suppress_health_check=CHECKS)
-@given(programs(), st.sampled_from(["host", "host", "3.1kB", "4.7kB"]), st.booleans())
+@given(programs(), st.sampled_from(["host", "host", "3.6kB", "4.7kB"]), st.booleans())
 def test_random_programs_have_the_bits_of_plain_torch(program: Program, weights: str, alone: bool) -> None:
     compare(replace(program, mode=False) if alone else program, weights)
 
 
 @pytest.mark.req("Q-3")
 @settings(max_examples=16, suppress_health_check=CHECKS)
-@given(programs(), st.sampled_from(["host", "host", "3.1kB", "4.7kB"]), st.booleans())
+@given(programs(), st.sampled_from(["host", "host", "3.6kB", "4.7kB"]), st.booleans())
 def test_random_programs_have_the_bits_of_the_expanded_weights(
     program: Program, weights: str, alone: bool
 ) -> None:

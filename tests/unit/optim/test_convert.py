@@ -77,7 +77,7 @@ def test_one_line_moves_four_kinds_of_a_loop_under_way_with_the_bits_of_plain_to
     ours, plain = loops
     optimizer, groups = ours.optimizer, [*ours.optimizer.param_groups]
     handle = offload.apply(
-        ours.model, "hidden_states", optimizer=optimizer, weights="host", conductor=True, min_numel=1
+        ours.model, "hidden_states", optimizer=optimizer, weights="host", conductor=True, min_numel=33
     )
     assert isinstance(optimizer, HybridDeviceOptimizer)
     assert "optimizer's state" in repr(handle)
