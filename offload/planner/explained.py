@@ -151,7 +151,7 @@ class Explanation:
         for share in self.shares:
             levels = ", ".join(f"{count} {level}" for level, count in share.levels.items())
             figures = [*map(bytes_text, share[1:5]), f"{share.recompute_ms:.1f}", levels]
-            names.setdefault((re.sub(r"\d+", "", share.name), *figures), []).append(share.name)
+            names.setdefault((re.sub(r"\d+", "#", share.name), *figures), []).append(share.name)
         rows = [
             [own[0] if len(own) == 1 else f"{own[0]} .. {own[-1]} ({len(own)} alike)", *figures]
             for (_, *figures), own in names.items()

@@ -197,5 +197,3 @@ def test_a_trace_counts_what_the_profile_of_a_real_call_counts() -> None:
     }
     of_trace = {call.key: (call.made_bytes, call.saved_bytes) for call in traced.forward if call.saved_bytes}
     assert of_profile == of_trace
-    products = [call for call in traced.forward if "mm" in call.operator]
-    assert sum(c.flops for c in profile.calls if "mm" in str(c.operator)) == sum(c.flops for c in products)
