@@ -181,6 +181,7 @@ class Auto(Client):
             engine.detach(self)
             engine.transfers.claim(0)
             self.plan.end()
+            self.memory.share.bound("max_spilling_bytes", None)
 
     def is_of(self, engine: OffloadEngine) -> bool:
         """Whether it plans for this engine, or will."""
