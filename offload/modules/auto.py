@@ -267,8 +267,9 @@ class Auto(Client):
         """Decide how the next step runs, by the one that has ended. Blocks the host for ranks that decide
         together, and for a tenth of a step while it pins."""
         engine, calls, plan = manager.engine, self.calls, self.plan
-        if self._measured == 2 and ladder.trace is not None:
+        if self._measured < 3:  # what was looked at is read
             engine.device.synchronize(engine.device.record(engine.device.compute))
+        if self._measured == 2 and ladder.trace is not None:
             measure_link(engine)
             rate = _USUAL_LINK if engine.rates is None else engine.rates.d2h_bytes_per_s
             ladder.bytes_per_s = rate
