@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import offload
 from offload import OffloadConfig, PipelineOffloadManager, configure
 from offload.modules import auto_plan, block_calls
+from offload.modules.rule import Rule, peak_bytes
 from offload.policy.actions import Rates
 from offload.policy.menu import Block
 from offload.policy.mixture import MixedPlan
@@ -37,6 +38,8 @@ from tests.integration.apply_ranks import (
     train_pipeline,
 )
 from tests.ticks import counted_time
+from tests.unit.groups.stack import build_manager
+from tests.unit.modules.allocated import AllocatedDevice, counting
 
 SLOW_LINK = Rates(d2h_bytes_per_s=1e3, h2d_bytes_per_s=1e3)
 """So slow that moving what these small blocks save costs more than computing it again."""
@@ -140,15 +143,17 @@ def _local(tensor: Any) -> Tensor:
     return found
 
 
-def _train(model: nn.Module, seed: int) -> list[Tensor]:
-    """Gradients of each step and the last weights, as far as this rank has them. seed: of its data."""
+def _train(model: nn.Module, seed: int, *, keeps: bool = True) -> list[Tensor]:
+    """Gradients of each step, if they are to be kept, and the last weights, as far as this rank has them.
+    seed: of its data."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[Tensor] = []
     for step in range(STEPS):
         for microbatch in range(MICROBATCHES):
             generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + seed)
             model(torch.randn(ROWS, WIDTH, generator=generator)).square().mean().backward()
-        seen += [_local(parameter.grad) for parameter in model.parameters()]
+        if keeps:
+            seen += [_local(parameter.grad) for parameter in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
     return [*seen, *(_local(parameter.detach()) for parameter in model.parameters())]
@@ -170,6 +175,35 @@ def _spread(spread: str, rank: int, mesh: DeviceMesh, *, alone: bool = False) ->
             "chosen": chosen,
             "followed": None if plan is None else plan.levels,
         }
+
+
+def _by_rule(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    """On a device with an allocator, where all fits on the first rank and not on the others. The weights are
+    those that a run of which all fits ends with."""
+    found: dict[str, Any] = {}
+    total_bytes = 1_000_000_000
+    for case in ("all fits", "rule"):
+        device = AllocatedDevice()
+        manager = PipelineOffloadManager.OFFLOAD_MGR = build_manager(device=device, piece_bytes=512)
+        manager.engine.rates = SLOW_LINK
+        try:
+            with counting(device, manager.engine.at_work):
+                model = SPREAD[TENSOR_PARALLEL](_build(), mesh)
+                handle = offload.apply(model, "auto", min_numel=1, device_total=f"{total_bytes}B")
+                assert handle._auto is not None
+                weights = _train(model, 0, keeps=False)
+                ladder = handle._auto.ladder
+                assert ladder is not None
+                handle.remove()
+        finally:
+            PipelineOffloadManager.close_instance()
+        if case == "all fits":
+            assert ladder.trace is not None
+            rules = (ladder.rule, Rule(moves=False))
+            most_bytes, least_bytes = (peak_bytes(ladder.trace, ladder.costs, rule) for rule in rules)
+            plain, total_bytes = weights, round((least_bytes + most_bytes) / 2) if rank else total_bytes
+        found[case] = ladder.rule.num_plain
+    return found | {"state": ladder.state.name, "bitwise": same(weights, plain)}
 
 
 def _pipelines(name: str, rank: int, ranks: int) -> dict[str, Any]:
@@ -204,6 +238,7 @@ def rank_main(rank: int, ranks: int) -> dict[str, Any]:
         found: dict[str, Any] = {spread: _spread(spread, rank, mesh) for spread in SPREAD}
         for name in SCHEDULES:
             found |= _pipelines(name, rank, ranks)
+        found["by rule"] = _by_rule(rank, mesh)
         found["alone"] = _alone(rank, ranks)
     return found
 

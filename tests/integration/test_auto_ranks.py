@@ -73,6 +73,15 @@ def test_ranks_that_communicate_in_a_block_and_do_not_agree_go_wrong(two_ranks: 
     assert all(rank["alone"] != "right" for rank in two_ranks)
 
 
+def test_ranks_that_communicate_run_as_many_blocks_plain_as_fit_the_fullest_of_them(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    first, second = (rank["by rule"] for rank in two_ranks)
+    assert first == second
+    assert 0 < first["rule"] < first["all fits"], (first, second)
+    assert first["bitwise"]
+
+
 @pytest.mark.parametrize("stage", ["torch", "ours"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_stages_of_a_rank_share_one_plan_and_keep_their_bits(

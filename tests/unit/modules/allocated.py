@@ -61,6 +61,7 @@ class _Counter(TorchDispatchMode):
         device, known = self._device, self._device.storages
         if not self._at_work():
             for leaf in tree_leaves(output):
+                leaf = getattr(leaf, "_local_tensor", leaf)  # of a DTensor
                 if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in known:
                     known[leaf.untyped_storage()._cdata] = leaf.untyped_storage()
                     device.peak = max(device.peak, device.active_bytes())
