@@ -300,7 +300,7 @@ class Auto(Client):
         ladder = self.ladder
         if ladder is None:
             return Rule()
-        rule = ladder.rule_for(factor)
+        rule = ladder.rule if self.calls.peers else ladder.rule_for(factor)  # which others run, too
         if rule is not ladder.rule:
             self._wake()
         return rule
@@ -360,7 +360,8 @@ class Auto(Client):
                     memory.no_room()
                 return False
             ladder.trace = trace
-            ladder.rule = probes(trace, calls.costs(_kinds_of(trace), _USUAL_LINK), ladder.total_bytes)
+            if not calls.peers:  # which have other room
+                ladder.rule = probes(trace, calls.costs(_kinds_of(trace), _USUAL_LINK), ladder.total_bytes)
         return self._measured == 3
 
     def _inputs_fit(self, engine: OffloadEngine, ladder: Ladder) -> bool:

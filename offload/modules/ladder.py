@@ -86,14 +86,17 @@ class Ended(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What one rank tells of a step. fits: the rules that fit it: the last blocks plain, the best of each
-    kind, and these while inputs leave."""
+    """What one rank tells of a step. seconds_before: None where that step had other lengths than the measured
+    one, too. fits: the rules that fit it: the last blocks plain, the best of each kind, and these while
+    inputs leave. stay_fit: inputs may stay. may_move: the link has the time for those that leave."""
 
     seconds_before: float | None
     is_over: bool
     fits: tuple[Rule, ...] | None
     plan_is_new: bool = False
     plan_is_final: bool = False
+    stay_fit: bool = True
+    may_move: bool = True
 
     @staticmethod
     def common(told: Sequence[Facts]) -> Facts:
@@ -111,6 +114,8 @@ class Facts(NamedTuple):
             least,
             any(facts.plan_is_new for facts in told),
             all(facts.plan_is_final for facts in told),
+            all(facts.stay_fit for facts in told),
+            all(facts.may_move for facts in told),
         )
 
 
@@ -221,23 +226,33 @@ class Ladder:
             fits = tuple(
                 fitting(trace, self.costs, aim, moves=moves, by_kind=by_kind) for moves, by_kind in _WAYS
             )
+        stays = trace is None or not trace.moves or not fits
         return Facts(
-            step.seconds_before,
+            step.seconds_before if self._is_alike else None,
             is_over,
             fits,
             step.plan_is_new,
             step.plan_is_final,
+            stays or self._takes(Rule(moves=False)) <= _FIRST_AIM * self.total_bytes,
+            fits is None or self._moves_within(fits[2]),
         )
+
+    def _takes(self, rule: Rule) -> float:
+        assert self.trace is not None
+        return peak_bytes(self.trace, self.costs, rule)
+
+    @property
+    def _is_alike(self) -> bool:
+        """Whether the step before had the lengths of the measured one."""
+        before, like = self._before, 0 if self.trace is None else self.trace.input_bytes
+        return before is None or not like or abs(before[1] - like) <= _ALIKE * like
 
     def ended(self, step: Ended, facts: Facts) -> None:
         """A step has ended; decide how the next one runs. facts: of all ranks that decide together."""
         self._note_time(step, facts)
         if self.state is State.MEASURE:
             if facts.fits is not None:
-                trace = self.trace
-                assert trace is not None
-                fits = peak_bytes(trace, self.costs, Rule(moves=False)) <= _FIRST_AIM * self.total_bytes
-                self._at = 2 if trace.moves and not fits else 0
+                self._at = 0 if facts.stay_fit else 2
                 self.rule = facts.fits[self._at]
                 self.state = State.RULE
         elif self.state is State.RULE:
@@ -273,9 +288,8 @@ class Ladder:
 
     def _note_time(self, step: Ended, facts: Facts) -> None:
         if self._before is not None and facts.seconds_before is not None:
-            name, input_bytes = self._before
-            like = input_bytes if self.trace is None else self.trace.input_bytes
-            if abs(input_bytes - like) <= _ALIKE * like and name in self.tried:
+            name = self._before[0]
+            if name in self.tried:
                 self.tried[name].seconds.append(facts.seconds_before)
         self._before = self._name, step.input_bytes
         if facts.plan_is_new:  # of another plan
@@ -320,7 +334,7 @@ class Ladder:
             at = self._rivals.pop(0)
             new = facts.fits[at]
             # inputs leave for more plain blocks alone, and where the link has the time
-            may_move = new.num_plain > self.rule.num_plain and self._moves_within(new)
+            may_move = new.num_plain > self.rule.num_plain and facts.may_move
             if at != self._at and new != self.rule and (at < 2 or may_move):
                 self._rival = at, new, self.rule
                 self._queue = [new if is_new else self.rule for is_new in _TURNS]
