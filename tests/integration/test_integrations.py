@@ -8,6 +8,7 @@ and wandb are not: test_trainers_wheels.py, in the slow run, runs the tests of t
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -74,6 +75,13 @@ def settings(folder: Path, **named: Any) -> dict[str, Any]:
         "disable_tqdm": True,
         **named,
     }
+
+
+@pytest.fixture(autouse=True)
+def _no_rank_is_left() -> Iterator[None]:
+    """Lightning's DDP sets LOCAL_RANK, by which accelerate begins a process group in a later test."""
+    with patch.dict(os.environ):
+        yield
 
 
 def trainer_of(folder: Path, callback: OffloadCallback | None, model: Any = None, **named: Any) -> Any:
@@ -572,11 +580,7 @@ def test_axolotl_goes_on_recomputing_where_every_weight_trains(
 
 @pytest.mark.req("S4-24")
 @pytest.mark.parametrize("mode", ["legacy", "disk"])
-def test_beside_the_trainers_recompute_the_inputs_of_its_checkpoints_leave(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)  # of Lightning's DDP, by which accelerate begins a group
-
+def test_beside_the_trainers_recompute_the_inputs_of_its_checkpoints_leave(mode: str, tmp_path: Path) -> None:
     def moved(checkpoints: bool) -> int:
         whole(
             tmp_path,
