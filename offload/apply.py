@@ -574,7 +574,7 @@ def apply(
     handle._auto = auto
     if auto is not None:
         auto.models += 1
-        ends = weakref.finalize(model, auto.end)
+        ends = weakref.finalize(model, auto.end, root)
         ends.atexit = False
         handle._undo.callback(ends)
     for name, module in flat(whole).items():

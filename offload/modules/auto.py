@@ -113,6 +113,9 @@ class Auto(Client):
         if before is not engine:
             if before is not None:
                 self.plan.end()
+                self.memory.share.end()
+                self._measured, self._clock = 0, _Clock()
+                self._wake()
             # after the groups: their step has ended before this one
             self._engine = weakref.ref(engine)
             engine.attach(self)
@@ -171,11 +174,12 @@ class Auto(Client):
             with engine.lock:
                 engine.transfers.claim(0)
 
-    def end(self) -> None:
+    def end(self, root: ModelRoot) -> None:
         """The hooks of a model are gone. After the last one the engine has the limit again that its config
         had before."""
         self.models -= 1
-        self._wake()
+        self.rests.drop(root)
+        self.calls.resting.clear()
         engine = self._attached()
         if not self.models and engine is not None:
             engine.detach(self)
@@ -311,17 +315,18 @@ class Auto(Client):
         assert trace is not None
         plain: dict[int, set[str]] = {}
         others: dict[int, set[str]] = {}
-        for chunk, names in calls.names.items():
+        # of the traced step: `names` knows chunks of longer ones, too
+        ran = {chunk: calls.names.get(chunk, []) for chunk in trace.kinds}
+        for chunk, names in ran.items():
             for place, name in enumerate(names):
                 is_plain = ladder.rule.is_plain(chunk, place)
                 (plain if is_plain else others).setdefault(chunk[0], set()).add(name)
         alone = {stage: frozenset(names - others.get(stage, set())) for stage, names in plain.items()}
         resting = self.rests.rest(alone, all_fits=ladder.keeps_all and self.total_bytes is not None)
-        for chunk, names in calls.names.items():
-            kinds = trace.kinds.get(chunk, [])
+        for chunk, names in ran.items():
             calls.resting[chunk[0]] = {
                 place: (name, kind, ladder.costs[kind].given_bytes)
-                for place, (name, kind) in enumerate(zip(names, kinds, strict=False))
+                for place, (name, kind) in enumerate(zip(names, trace.kinds[chunk], strict=False))
                 if name in resting
             }
 

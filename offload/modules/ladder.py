@@ -184,17 +184,13 @@ class Ladder:
             if tried.seconds
         ]
         state = _STATES[self.state]
-        return (
-            state
-            if not rows
-            else f"{state}\n"
-            + tabulate(
-                rows,
-                headers=("a step", "ms", "GB"),
-                colalign=("left", "right", "right"),
-                disable_numparse=True,
-            )
-        )
+        if self.state is State.SETTLED and self.keeps_all:
+            state = "settled: all fits, so every block runs plain, without hooks, and report() counts no step"
+        if not rows:
+            return state
+        columns = ("left", "right", "right")
+        table = tabulate(rows, ("a step", "ms", "GB"), colalign=columns, disable_numparse=True)
+        return f"{state}\n{table}"
 
     def seconds(self, name: str | None = None) -> float | None:
         """Of a step that ran this way, the median; None where none is known. name: None for the way that is

@@ -52,6 +52,11 @@ class Rests:
         self.wake()
         self._hooked[root] = _Hooked(own, blocks, steps)
 
+    def drop(self, root: ModelRoot) -> None:
+        """The model is gone, or the mode is no longer applied to it. What is asleep of it is taken off."""
+        self._hooked.pop(root, None)
+        self.wake()
+
     def rest(self, plain: Mapping[int, frozenset[str]], *, all_fits: bool) -> frozenset[str]:
         """Take the hooks off. plain: by stage, blocks that run plain in each of their calls. all_fits: these
         are all blocks of all models. Returns the blocks that have none now."""

@@ -32,9 +32,10 @@ Keeps = tuple[Keep, ...]
 MOST_LEVELS = 8
 
 _KEEPING_S = 20e-6
-"""Of a call: one that computes for less is not kept, since a dispatch mode takes the host longer. In a Gemma
-3 block the outputs of 29 calls are too small to leave, so to keep them cost no bytes and every level did: a
-step of 16 such blocks took 399 to 430 ms on an H200, and 376 under torch's checkpoint (November 2026)."""
+"""Of a call: one that computes for less is not kept, since a dispatch mode takes the host longer. Of 109
+calls of a Gemma 3 block 25 have outputs too small to leave, so every level kept them for no byte. On an H200
+a step of 16 such blocks took 399 to 430 ms under a plan that kept 29 or 30 calls of most, predicted 331.6,
+and 376 under torch's checkpoint (docs/log.md, November 2026)."""
 
 
 class SeenCall(NamedTuple):

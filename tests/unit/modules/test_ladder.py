@@ -3,6 +3,7 @@ real steps were faster with it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from offload import PipelineOffloadManager
 from offload.modules.ladder import Ended, Facts, Ladder, State
 from offload.modules.rule import Cost, Rule, Trace, fitting, peak_bytes
-from tests.unit.modules.allocated import AllocatedRun, allocated
+from tests.unit.groups.stack import build_manager
+from tests.unit.modules.allocated import AllocatedDevice, AllocatedRun, allocated, counting
 from tests.unit.modules.training import ROWS, WIDTH
 
 __all__ = ["allocated"]
@@ -337,3 +340,57 @@ def test_blocks_that_are_called_without_their_model_have_a_rule_too(
     assert run.ladder.keeps_all
     assert run.num_hooks > run.own_hooks + 1, "nobody would see a longer forward"
     assert all(map(torch.equal, *found))
+
+
+def test_a_step_with_fewer_microbatches_rests_as_it_was_measured(
+    allocated: Callable[..., AllocatedRun],
+) -> None:
+    """Names of a chunk that comes no more said that nothing rests, so the first block with hooks was taken
+    for the first of all."""
+    plain_bytes, _ = plain_run(allocated, 3)
+    run = allocated(BLOCKS, device_total=halfway(allocated, plain_bytes))
+    run.steps(4, rows=(ROWS, ROWS))
+    run.steps(16)
+    assert run.handle is not None
+    assert run.handle._auto is not None
+    calls, rule = run.handle._auto.calls, run.ladder.rule
+    assert run.ladder.state is State.SETTLED
+    assert 0 < rule.num_plain < BLOCKS
+    assert len(calls.names) == 2
+    assert calls.resting[0].keys() == rule.plain[0] - {BLOCKS - 1}
+    assert len(calls.names[0, 0]) == BLOCKS, "those that rest among them"
+
+
+def test_a_handle_that_is_removed_while_hooks_rest_leaves_no_hook_of_optimizers(
+    allocated: Callable[..., AllocatedRun],
+) -> None:
+    run = allocated(BLOCKS, device_total="1GB")
+    run.steps(7)
+    handle = run.handle
+    assert handle is not None
+    auto, steps = handle._auto, sys.modules["offload.apply"]._steps
+    assert auto is not None
+    assert run.num_hooks == run.own_hooks + 1
+    assert not steps._hooks
+    handle.remove()
+    assert len(auto.rests._hooked) == 0
+    assert not steps._hooks
+    assert not steps.roots()
+
+
+def test_another_engine_is_measured_anew(allocated: Callable[..., AllocatedRun]) -> None:
+    run = allocated(BLOCKS, device_total="1GB")
+    run.steps(7)
+    assert run.num_hooks == run.own_hooks + 1
+    old = PipelineOffloadManager.OFFLOAD_MGR
+    assert old is not None
+    run.handle._auto.rests.wake()  # type: ignore[union-attr]
+    PipelineOffloadManager.OFFLOAD_MGR = None
+    device = AllocatedDevice()
+    manager = PipelineOffloadManager.OFFLOAD_MGR = build_manager(device=device, piece_bytes=512)
+    run.device = device
+    with counting(device, manager.engine.at_work):
+        run.steps(9)
+    assert run.ladder.state is State.SETTLED
+    assert old.engine.limits.max_spilling_bytes != 125_000_000, "the cap of the mode went with it"
+    old.close()
