@@ -63,7 +63,8 @@ class TrackedBytes:
 
     # bound early: at exit torch may be gone
     def __del__(self, free: Callable[[Any], None] = torch.UntypedStorage._free_weak_ref) -> None:
-        free(self._weak)
+        if hasattr(self, "_weak"):  # not after an interrupt in its constructor
+            free(self._weak)
 
     def storage(self) -> torch.UntypedStorage | None:
         """The storage, or None if it is dead."""

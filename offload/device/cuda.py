@@ -62,7 +62,8 @@ class _CudaEvent:
         self._free = free
 
     def __del__(self) -> None:
-        self._free.append(self.event)
+        with suppress(AttributeError):  # an interrupt in its constructor
+            self._free.append(self.event)
 
 
 def _make_current(place: tuple[int, ...]) -> None:

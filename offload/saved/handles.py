@@ -41,7 +41,10 @@ class Record:
         return self.block.label
 
     def __del__(self) -> None:
-        block = self.block
+        try:
+            block = self.block
+        except AttributeError:  # an interrupt in its constructor
+            return
         if not block.is_freed:  # `DeviceBlock.free`, without a call: every record dies once
             block.is_freed = True
             block.device_bytes = None

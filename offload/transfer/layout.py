@@ -73,7 +73,11 @@ class WeakStorage:
         return torch.UntypedStorage._new_with_weak_ptr(self._pointer)
 
     def __del__(self) -> None:
-        _free_weak_ref(self._pointer)  # bound below: `torch` may be gone when the interpreter exits
+        try:
+            pointer = self._pointer
+        except AttributeError:  # an interrupt in its constructor
+            return
+        _free_weak_ref(pointer)  # bound below: `torch` may be gone when the interpreter exits
 
 
 _free_weak_ref: Callable[[Any], None] = torch.UntypedStorage._free_weak_ref

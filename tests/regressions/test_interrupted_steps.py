@@ -20,9 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadEngine
+from offload.compat.tensor_pool import TensorPool
+from offload.compat.tensors import _Loan
+from offload.device._cuda_memory import PinnedMemory
+from offload.device._sim_bytes import TrackedBytes
+from offload.device.cuda import _CudaEvent
 from offload.device.sim import SimDevice
 from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
+from offload.saved.handles import Record
+from offload.transfer.layout import WeakStorage
 from tests.optim_pair import copies
 
 STRIDE = 13
@@ -208,3 +215,13 @@ def test_training_goes_on_after_an_interrupt_and_after_a_load() -> None:
     optimizer.step()
     assert all(map(torch.equal, copies(model), expected))
     optimizer.close()
+
+
+def test_an_interrupt_in_a_constructor_leaves_nothing_for_the_finaliser_to_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    for each in (Record, WeakStorage, TrackedBytes, _CudaEvent, PinnedMemory, _Loan, TensorPool):
+        each.__new__(each)  # made, and interrupted before its first member was there
+    assert not said
