@@ -400,6 +400,14 @@ class HybridDeviceOptimizer(Optimizer, metaclass=_MadeInPlace):
         overrides = whole is not None and getattr(self._options.cpu_cls, name) is not getattr(Optimizer, name)
         return getattr(whole.optimizer, name) if whole is not None and overrides else None
 
+    def keep_on_device(self, nbytes: int) -> int:
+        """From the next step on so many bytes of streamed state stay on the device between steps, by whole
+        buckets, the first ones; 0: none, as at first. Returns how many do. No bit changes. Blocks the host.
+        Raises torch.OutOfMemoryError where the device has no room; less stays then."""
+        self._runner.refuse_in_capture("keep_on_device()")
+        with self._steps.stepping:
+            return self._runner.keep(nbytes)
+
     def synchronize_parameters(self) -> None:
         """Let the current lane's work from here on see the new weights. Blocks the host until the step under
         way has been issued. Raises OffloadError if it failed."""

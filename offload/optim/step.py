@@ -434,6 +434,16 @@ class StepRunner(Client):
         self.backward.raise_if_stepped("state was asked for before step()")
         self.steps.finish_on_host()
 
+    def keep(self, nbytes: int) -> int:
+        """So much of what is streamed may stay on the device from the next step on, a bucket or none of it.
+        Returns how much does. Blocks the host. Raises torch.OutOfMemoryError; less stays then."""
+        streamed = self.placed.streamed
+        self.rest()
+        streamed.resident_most_bytes = nbytes
+        if streamed.buckets:
+            streamed.make_ring()
+        return streamed.resident_bytes
+
     def forget_step(self) -> None:
         """Before state is loaded: wait for the step under way, and forget a failure."""
         self.backward.forget()
@@ -452,7 +462,7 @@ class StepRunner(Client):
         hides = self.overlap != "step"  # else step() itself waits, and compute has nothing else to do
         return ClientStats(
             lent_bytes=self.placed.host_bytes,
-            device_bytes=self.placed.streamed.ring_bytes + behind_bytes,
+            device_bytes=self.placed.streamed.ring_bytes + self.placed.streamed.resident_bytes + behind_bytes,
             stall_ms=stall_ms if hides else 0.0,
             stall_count=stall_count if hides else 0,
         )

@@ -243,6 +243,7 @@ class HostedSteps:
     def end_on_host(self) -> None:
         """`finish_on_host`, within a step."""
         self._finish()
+        self._streamed.look()
         self._synchronize()
 
     def _synchronize(self) -> None:

@@ -99,6 +99,9 @@ class StreamedBucket(HostBucket):
         """Counts of each piece, on the device."""
         self.has_master = self.section.has("master")
         self._state_out: Event | None = None
+        self.resident: dict[str, Tensor] = {}
+        """State that stays on the device between steps, by name; empty where it comes and goes."""
+        self._is_here = False  # the resident state is that of the last step, else the host's is
 
     def names(self) -> tuple[str, ...]:
         """The flats that travel."""
@@ -115,16 +118,16 @@ class StreamedBucket(HostBucket):
         """Fetch the state, step, send the state back. Blocks the host in `before_out` alone, which is called
         before the state is sent. Order: all notes above. released: recorded on compute behind the gradients
         and all reads of the weights."""
-        device, layout, slot = self.device, self.layout, ring.next_slot()
+        device, slot = self.device, ring.next_slot()
         device.wait(ring.inward, slot.free, "ring")
         if self._state_out is not None:
             device.wait(ring.inward, self._state_out, "state in")
-        nbytes = layout.numel * self.master_dtype.itemsize
+        nbytes = self.flat_bytes
         lent = [not (self.weights_on_host or device.owns(each)) for each in self.gradients]
-        state = {name: slot.flats[name].narrow(0, 0, nbytes) for name in self.names()}
-        inward = [(flat, self.section.slot(name, layout.start, layout.numel)) for name, flat in state.items()]
-        outward: list[CopyPair] = [(on_host, flat) for flat, on_host in inward]
-        pieces = {name: self._pieces_in(flat) for name, flat in slot.flats.items()}
+        state = self.resident or {name: slot.flats[name].narrow(0, 0, nbytes) for name in self.names()}
+        inward = [] if self._is_here else self._on_host(state)
+        outward: list[CopyPair] = [] if self.resident else [(on_host, flat) for flat, on_host in inward]
+        pieces = {name: self._pieces_in(flat) for name, flat in (slot.flats | self.resident).items()}
         gradients, weights = self.gradients, [*self.weights]
         if self.weights_on_host:
             device.wait(ring.inward, released, "gradients made")
@@ -158,7 +161,8 @@ class StreamedBucket(HostBucket):
             # what others still copy from there is in the claim's events, which `d2h` comes after
             outward.append((_bytes_of(on_host), _bytes_of(weights[number])))
         try:
-            device.wait(ring.lane, self.copies.fetch(inward, ring.inward), "state here")
+            came = self.copies.fetch(inward, ring.inward) if inward else device.record(ring.inward)
+            device.wait(ring.lane, came, "state here")
             device.wait(ring.lane, released, "gradients made")
             with device.use_lane(ring.lane), torch.no_grad():
                 for flat in state.values():
@@ -169,8 +173,11 @@ class StreamedBucket(HostBucket):
                 self._compute(pieces, gradients, weights, fresh)
                 stepped = device.record(ring.lane)
             before_out()
-            device.wait(device.d2h, stepped, "state out")
-            self._state_out = slot.free = self.copies.send(outward)
+            self._is_here = bool(self.resident)
+            self._state_out = slot.free = stepped
+            if outward:
+                device.wait(device.d2h, stepped, "state out")
+                self._state_out = slot.free = self.copies.send(outward)
             here = any(claim is not None and claim.on_device is not None for claim in self.claims)
             # who writes those waits for their way out, too
             self.returned = self._state_out if here else stepped
@@ -183,6 +190,34 @@ class StreamedBucket(HostBucket):
             device.wait(device.d2h, self.returned, "state out")
             self._state_out = slot.free = device.record(device.d2h)
             raise
+
+    @property
+    def flat_bytes(self) -> int:
+        """Of one flat of the state."""
+        return self.layout.numel * self.master_dtype.itemsize
+
+    def _on_host(self, state: Mapping[str, Tensor]) -> list[CopyPair]:
+        """Each flat, and its bytes on the host."""
+        start, numel = self.layout.start, self.layout.numel
+        return [(flat, self.section.slot(name, start, numel)) for name, flat in state.items()]
+
+    def stay(self, *, stays: bool) -> None:
+        """The state stays on the device from the next step on, or comes and goes. After `look`, with nothing
+        in flight. Raises torch.OutOfMemoryError; it comes and goes then. Order: [Order: state in], for memory
+        that is allocated on compute."""
+        names = self.names() if stays else ()
+        if {*names} != {*self.resident}:
+            self.resident = {}
+            self.resident = {name: self.device.empty(self.flat_bytes) for name in names}
+            self._state_out = self.device.record(self.device.compute)
+
+    def look(self, ring: Ring) -> None:
+        """The host may read and write the state once the optimizer's lane, which has stepped it, has done
+        what is issued; the next step takes it from there."""
+        if self._is_here:
+            self._is_here = False
+            pairs = [(on_host, flat) for flat, on_host in self._on_host(self.resident)]
+            self._state_out = self.copies.send(pairs, ring.lane)
 
     def _pieces_in(self, flat: Tensor) -> list[Tensor]:
         """The elements of each piece that is stepped, in a flat of the slot."""
@@ -266,6 +301,8 @@ class StreamedPart(HostPart[StreamedBucket]):
         """The ring has room for gradients that wait on the host."""
         self.in_backward = False
         """Its steps run in the backward."""
+        self.resident_most_bytes = 0
+        """Of state, that may stay on the device."""
         self._ring_flats: tuple[int, list[tuple[str, int]]] = (0, [])
 
     def _specs(self, dtype: torch.dtype, master_dtype: torch.dtype, has_home: bool) -> list[FlatSpec]:
@@ -279,7 +316,8 @@ class StreamedPart(HostPart[StreamedBucket]):
             self.make_ring()
 
     def make_ring(self) -> None:
-        """Between steps, with nothing in flight."""
+        """Between steps, with nothing in flight. Blocks the host for state that is on the device."""
+        self.look()
         for bucket in self.buckets:
             bucket.groups = [self._group_of.get(member.index, {}) for member in bucket.members]
         numel = max(bucket.layout.numel for bucket in self.buckets)
@@ -294,6 +332,24 @@ class StreamedPart(HostPart[StreamedBucket]):
             self._ring_flats = numel, flats
             slots = _SLOTS_BESIDE_WEIGHTS if streams and self.in_backward else RING_SLOTS
             self.ring = Ring(self.engine.device, numel, flats, slots)
+        left = self.resident_most_bytes
+        for bucket in self.buckets:
+            needed = bucket.flat_bytes * len(bucket.names())
+            bucket.stay(stays=needed <= left)
+            left -= needed if bucket.resident else 0
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of state that stays on the device."""
+        return sum(flat.numel() for bucket in self.buckets for flat in bucket.resident.values())
+
+    def look(self) -> None:
+        """The host may read and write all state. Blocks the host for what is on the device."""
+        found = [bucket for bucket in self.buckets if bucket.resident]
+        for bucket in found:
+            bucket.look(self.ring)
+        if found:
+            self.engine.device.synchronize(self.engine.device.record(self.ring.lane))
 
     @property
     def ring_bytes(self) -> int:

@@ -614,6 +614,11 @@ def add_a_group(w: World, n: int) -> None:
 
 
 @action("between")
+def keep_some_state_on_the_device(w: World, n: int) -> None:
+    getattr(w.optimizer(n), "keep_on_device", int)(n << 10)  # torch's own has all of it there
+
+
+@action("between")
 def take_out_of_a_group(w: World, n: int) -> None:
     group = w.optimizer(n).param_groups[0]
     if len(group["params"]) > 2:

@@ -204,6 +204,29 @@ def test_a_master_is_not_stepped_while_its_weight_is_fetched_ahead() -> None:
         streamed(SimDevice(executor="late", without={"master in", "let pass"}), looks=True)
 
 
+@pytest.mark.parametrize("executor", get_args(ExecutorName))
+def test_state_that_stays_on_the_device_is_read_on_the_host_whole(executor: ExecutorName) -> None:
+    model, device = net(), SimDevice(executor=executor)
+    optimizer = HybridDeviceOptimizer(
+        model.parameters(), 1.0, lr=1e-2, engine=OffloadEngine(device=device), model=model, overlap="forward"
+    )
+    assert optimizer.keep_on_device(1 << 20) > 0
+    others = net()
+    torchs = AdamW(others.parameters(), lr=1e-2, fused=True)
+    for step in range(STEPS):
+        for trained, stepping in ((model, optimizer), (others, torchs)):
+            backward(trained, step)
+            stepping.step()
+            stepping.zero_grad()
+        if step % 2:  # the others are stepped with what stayed
+            mine, theirs = (each.state_dict()["state"] for each in (optimizer, torchs))
+            assert_same_bits(*([entry["exp_avg_sq"] for entry in state.values()] for state in (mine, theirs)))
+        if step == 2:
+            optimizer.keep_on_device(0)
+    assert_same_bits(weights(model, optimizer), weights(others, torchs))
+    optimizer.close()
+
+
 def test_every_edge_in_the_code_has_a_note_and_every_note_has_its_scenario() -> None:
     texts = [path.read_text() for path in SOURCES]
     noted = [title for text in texts for title in re.findall(r"^ *# \[Order: (.+)\]$", text, re.MULTILINE)]

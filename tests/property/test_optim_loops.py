@@ -36,7 +36,12 @@ RECIPES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "Adam": (Adam, {"weight_decay": 0.1, "eps": 1e-3}),
     "momentum": (SGD, {"momentum": 0.9, "nesterov": True}),
 }
-PLACES = {"streamed": (1.0, 0.0), "stepped by the CPU": (1.0, 1.0), "mixed": (0.7, 0.5)}
+PLACES = {
+    "streamed": (1.0, 0.0),
+    "streamed, of which some stays": (1.0, 0.0),
+    "stepped by the CPU": (1.0, 1.0),
+    "mixed": (0.7, 0.5),
+}
 
 Program = list[tuple[str, int]]
 
@@ -83,6 +88,8 @@ class Setup:
                 overlap_cpu_optimizer_d2h_h2d=not self.inline,
                 **options,
             )
+            if "stays" in self.place:
+                optimizer.keep_on_device(8 << 10)
             made.add(optimizer)
             return optimizer
 
