@@ -258,7 +258,10 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             args, kwargs = _as_plain(args), _as_plain(kwargs)  # what a recompute saves shows that it is read
         result = untouched(func, args, kwargs)
         name = str(getattr(func, "__name__", ""))
-        out = [*watched_in((kwargs.get("out"), *_written_by(func, args, kwargs)), StreamedWeight)]
+        targets = [kwargs.get("out"), *_written_by(func, args, kwargs)]
+        if name.startswith("_foreach_") and name.endswith("_"):
+            targets.append(args[:1])  # under a dispatch mode these move no version
+        out = [*watched_in(targets, StreamedWeight)]
         only_weights = "fused" in name and kwargs.get("grad_scale") is None
         for tensor, weight, version in zip(found, owners, versions, strict=True):
             silent = ("fused" in name and not (only_weights and weight.is_gradient)) or "_amp_" in name

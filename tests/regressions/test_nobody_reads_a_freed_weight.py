@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
 from offload.errors import OffloadError
@@ -354,3 +356,34 @@ def test_weights_that_conversion_makes_larger_than_the_limit_are_said(
             model.double()
         pair.train(2, lambda model, x: squares(model, x.double()))
         assert caplog.text.count("16.39 kB for two blocks, more than weights= allows, 8.20 kB") == 1
+
+
+class PassThrough(TorchDispatchMode):
+    """As torch's FlopCounterMode: under any such mode the in-place calls of lists move no version counter."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_lists_that_are_written_under_a_dispatch_mode_count() -> None:
+    """Gradients that wait on the host kept their values through zero_grad(set_to_none=False) and through
+    clipping, and weights theirs through an average."""
+    models = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    handle = offload.apply(models[0], "off", weights="host", gradients="host", min_numel=1)
+    for model in models:
+        parameters = [*model.parameters()]
+        for number in range(2):
+            model(torch.ones(2, 8) * number).square().sum().backward()
+            with PassThrough(), torch.no_grad():
+                clip_grad_norm_(parameters, 0.01, foreach=True)
+                torch._foreach_mul_(parameters, 0.5)
+                torch._foreach_add_(parameters, [parameter.grad for parameter in parameters])
+                if not number:
+                    model.zero_grad(set_to_none=False)
+    handle.remove()
+    for mine, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(mine, other)
+        assert mine.grad is not None
+        assert other.grad is not None
+        assert torch.equal(mine.grad, other.grad)
