@@ -32,12 +32,13 @@ from offload import marks
 from offload.checkpoint.net import Watch
 from offload.conductor.arbiter import Conductor
 from offload.config import Mode, OffloadConfig, check_min_elements, check_mode, naming_near
-from offload.device import device_bytes, device_name
+from offload.device import device_bytes, device_name, usable_bytes
 from offload.groups.manager import GroupsManager
 from offload.modules.auto import Auto
 from offload.modules.blocks import Blocks, Modules, beside_blocks, blocks_of, flat, groups_of, names_of
 from offload.modules.conducted import Conducted, conduct, conductor_config
 from offload.modules.hooks import HookPair
+from offload.modules.kinds import Kinds, Streams, place
 from offload.modules.mixed import MixedCalls
 from offload.modules.recomputed import RecomputedCalls
 from offload.modules.root import GroupCalls, HeadCalls, ModelRoot
@@ -56,7 +57,7 @@ from offload.modules.settings import (
     switch_caches_off,
 )
 from offload.modules.steps import Root, Steps
-from offload.modules.totals import parts_of, refuse_beyond_device, refuse_beyond_host
+from offload.modules.totals import parts_of, refuse_beyond_host, refuse_parts_beyond_device
 from offload.modules.watermark import WatermarkRoot, marks_of
 from offload.modules.weights import (
     WeightsRoot,
@@ -91,6 +92,9 @@ _P = ParamSpec("_P")
 
 _LEAST_OF_ALL = 512
 """Elements that leave at least where all tensors do: 1,024 bytes of two each, as TRL's offloading has it."""
+
+_OF_DEVICE = 0.95
+"""Where mode "auto" gets no total: of what the process has of the device, or may have."""
 
 _LEAST_HOST_BYTES = 4096
 """A page: less of host memory cannot be pinned."""
@@ -132,9 +136,7 @@ class Applied:
         self._device_limit: int | None = None  # bytes
         self.conductor: Conductor | None = None
         self._auto: Auto | None = None
-        self._stream: WeightStream | None = None
-        self._gradients: GradientStream | None = None
-        self._move_state_back: MoveBack | None = None
+        self._streams = Streams()
         self._caching: list[Any] = []  # configs of transformers whose use_cache was switched off
         self._undo = ExitStack()  # all else that it has changed
         self._beside: list[str] = []  # of lists that hold blocks which were found: what is none
@@ -152,17 +154,17 @@ class Applied:
     @property
     def is_off(self) -> bool:
         """Whether nothing was to leave: mode False, without weights, gradients or optimizer's state."""
-        return self.mode is False and not (self._stream or self._gradients or self._move_state_back)
+        return self.mode is False and self._streams.are_none
 
     @property
     def weights(self) -> WeightFigures | None:
         """Which weights stream, and what that did in the last step; None without `weights=`."""
-        return None if self._stream is None else self._stream.figures
+        return None if self._streams.weights is None else self._streams.weights.figures
 
     @property
     def gradients(self) -> GradientFigures | None:
         """Which gradients wait on the host, and what that did in the last step; None where none does."""
-        figures = None if self._gradients is None else self._gradients.figures
+        figures = None if self._streams.gradients is None else self._streams.gradients.figures
         return figures if figures is not None and figures.count else None
 
     def report(self, *, gather: bool = False) -> Report:
@@ -209,7 +211,7 @@ class Applied:
         root = self._root
         if root is None:
             return
-        if device is not None and self._stream is None:
+        if device is not None and self._streams.weights is None:
             raise ValueError(f"remove(device={device!r}) of {self!r}, which moved no weights; use model.to()")
         where = None if device is None else device_of(device)
         root.calls.end_interrupted(sys._getframe())
@@ -218,11 +220,12 @@ class Applied:
                 f"remove() of {self!r} inside a forward of its modules, which has hooks open; call it when "
                 "the forward has returned"
             )
-        finish_state = None if self._move_state_back is None else self._move_state_back()
-        if self._gradients is not None:
-            self._gradients.remove()
-        if self._stream is not None:
-            self._stream.remove(where)
+        streams = self._streams
+        finish_state = None if streams.move_back is None else streams.move_back()
+        if streams.gradients is not None:
+            streams.gradients.remove()
+        if streams.weights is not None:
+            streams.weights.remove(where)
         if where is not None and (model := self._model()) is not None:
             model.to(where)  # and what did not stream
         if finish_state is not None:
@@ -254,16 +257,16 @@ class Applied:
         expanded to, and may be written and trained. block: its name, or a pattern (fnmatch) of several.
         Raises ValueError where none has such weights, HostBudgetError where the elements do not fit into
         host memory, and OffloadError inside a forward of the block. Blocks the host."""
-        if self._stream is None:
+        if self._streams.weights is None:
             raise ValueError(f"dequantize() of {self!r}, of which no weights stream")
-        self._stream.parameters.dequantize(block)
+        self._streams.weights.parameters.dequantize(block)
 
     def write_slab(self, path: str | PathLike[str], architecture_id: str = "") -> Path:
         """Write the INT8 weights and the biases beside them to path.safetensors, and to path.manifest.json
         what they are; `apply(quantize=...)` takes the latter's path, which is returned. Raises ValueError
         where nothing is INT8. Blocks the host."""
         model = self._model()
-        weights = [] if self._stream is None else self._stream.int8_weights()
+        weights = [] if self._streams.weights is None else self._streams.weights.int8_weights()
         if model is None or not weights or any(weight.without_values for weight in weights):
             raise ValueError(f"write_slab() of {self!r}, of which no weights, or none with values, are INT8")
         return write_slab(path, weights, signature(model, is_adapter), architecture_id)
@@ -275,7 +278,7 @@ class Applied:
         move_state_back: MoveBack | None,
         device_limit_bytes: int | None,
     ) -> None:
-        self.conductor, self._move_state_back = conductor, move_state_back
+        self.conductor, self._streams.move_back = conductor, move_state_back
         self._device_limit = device_limit_bytes
         if end_conductor is not None:
             self._undo.callback(end_conductor)
@@ -291,13 +294,24 @@ class Applied:
         self, stream: WeightStream | None, gradients: GradientStream | None, model: nn.Module
     ) -> None:
         if gradients is not None:
-            self._gradients = gradients
-            self._hook(model, gradients)
+            self._streams.gradients = gradients
+            self._streams.unhook_gradients = self._hook(model, gradients).remove
         if stream is None:
             return
-        self._stream = stream
+        self._streams.weights = stream
         for block in stream.blocks:
             self._hook(model.get_submodule(block.name), BlockCalls(stream, block))
+
+    def _hook_gradients(self, model: nn.Module) -> Callable[[GradientStream], Callable[[], None]]:
+        handle, module = weakref.ref(self), weakref.ref(model)
+
+        def hook(gradients: GradientStream) -> Callable[[], None]:
+            mine, found = handle(), module()
+            assert mine is not None  # it has the streams that move
+            assert found is not None
+            return mine._hook(found, gradients).remove
+
+        return hook
 
     @property
     def _taken(self) -> weakref.WeakKeyDictionary[nn.Module, Applied]:
@@ -322,7 +336,7 @@ class Applied:
         if self.gradients is not None:
             what = f"{'no activations' if self.mode is False and not self.weights else what}; "
             what += self.gradients.line()
-        if self._move_state_back is not None:
+        if self._streams.move_back is not None:
             what = f"{what}; the optimizer's state waits on the host"
         if self._device_limit is not None:
             what = f"{what}; device_limit {bytes_text(self._device_limit)}"
@@ -364,8 +378,8 @@ def apply(
         "selective": outputs of matrix products and attention wait there as well, and are not recomputed;
             as in "groups", a plan may keep some.
         "auto": each block of each forward is kept, moved or recomputed, in whole or in part, whichever makes
-            the step shortest within `device_total`. The first steps measure; `handle.explain()` says what was
-            chosen.
+            the step shortest within `device_total`; with `optimizer`, its state, gradients and weights have
+            their share of that, too. The first steps measure; `handle.explain()` says what was chosen.
             These four set `use_cache` of a transformers config to False, as its own checkpoints do.
         True: every saved tensor, but for the output head's. "legacy": the same, each copy waited for.
         "disk": as True, and on from host memory to a file in the config's `disk_directory`; without one, in
@@ -387,9 +401,10 @@ def apply(
         min_offloaded_tensor_size of the config, 1 Mi by default; where every tensor may leave (True,
         "legacy", "disk", "watermark") it is 512; for weights and gradients it is 1 Mi.
     device_total: for mode "auto": all active bytes on the GPU, weights, gradients and working set included;
-        bytes, text or a share of it. None: what makes a step at most a hundredth longer and frees most. The
-        optimizer's step is not lowered by it. Memory peaks of torch.cuda are reset at the begin of the steps
-        that are still planned for.
+        bytes, text or a share of it. None: 95% of what the process has of the GPU's memory, or may have.
+        "least": what makes a step at most a hundredth longer and frees most; the simulated device, which has
+        no memory of its own, takes that for None. What the optimizer's step makes is not lowered by it.
+        Memory peaks of torch.cuda are reset at the begin of the steps that are still planned for.
     high, low: marks of mode "watermark": allocated device memory, of whatever it is, as bytes, text or a
         share of the GPU. None for high: "90%"; for low, below which spilling that has started stops: 15/16 of
         high. They hold for the process.
@@ -411,7 +426,8 @@ def apply(
         the link as INT8 values with a float32 scale a row, and are expanded on the device. What the model
         computes is what it computes on the expanded weights, bit for bit. What is trained streams as it is.
         Or the path of a slab's ".manifest.json", as `write_slab` gives it: the INT8 values, and biases, are
-        read from there, whatever the model has; SlabError where they do not fit it.
+        read from there, whatever the model has; SlabError where they do not fit it. "auto", in mode "auto"
+        without `weights`: frozen weights are INT8 if they have to leave the device.
     device: where a model with `weights` trains, such as "cuda:1". None: where the engine of this process is,
         the current GPU by default. "cpu" is the simulated device.
     gradients: "host": the gradients of all parameters of min_numel elements and more wait in pinned memory
@@ -421,7 +437,9 @@ def apply(
     optimizer: of torch.optim, stepping parameters of the model: its state goes to the host, as that of a
         HybridDeviceOptimizer with offload_fraction=1, which it is from now on. It stays the same object, with
         its groups, state and hooks, and what a scheduler has put on it. One that is a HybridDeviceOptimizer
-        already stays as it is.
+        already stays as it is. In mode "auto", unless device_total is "least", so much of the state as the
+        total has room for stays, where the optimizer is Adam or AdamW with fused=True; that of others stays,
+        since it would be stepped by another kernel.
     conductor: True: one arbiter for all that moves on this device, activations, weights and optimizer state
         (docs/conductor.md). A ConductorConfig, or a JSON file of the source system, for caps, slots and
         telemetry of your own. It is the process's: it ends with the last handle that has it.
@@ -441,11 +459,15 @@ def apply(
         mode = False if by_hand else config.activation_offloading
     mode = check_mode("mode", mode)
     limit_bytes = weights_limit(weights)
-    if quantize is not None and weights is None:
+    if quantize == "auto" and (mode != "auto" or weights is not None):
+        raise ValueError(
+            'quantize="auto" is of weights that mode="auto" places; with weights= give "int8", or none'
+        )
+    if quantize not in (None, "auto") and weights is None:
         raise ValueError(
             f'quantize={quantize!r} is of streamed weights; give weights="host" or a size as well'
         )
-    if quantize not in (None, "int8") and not str(quantize).endswith(".manifest.json"):
+    if quantize not in (None, "auto", "int8") and not str(quantize).endswith(".manifest.json"):
         raise ValueError(f'quantize is {quantize!r}, must be "int8" or the path of a slab\'s .manifest.json')
     if device is not None and weights is None:
         raise ValueError(f"device={device!r} without weights=: a model trains where it is; use model.to()")
@@ -491,8 +513,8 @@ def apply(
         )
     if mode in RECOMPUTING:
         refuse_shared_caches(model)
-    total_bytes = argument_bytes(device_total, name="device_total", of_bytes=device_bytes())
-    auto = _planner_here(before, total_bytes) if mode == "auto" else None
+    total_bytes = _total_of(before, device_total) if mode == "auto" else None
+    auto = _planner_here(before, device_total, total_bytes) if mode == "auto" else None
     limited = _config_for(before, config, mode, device_limit, host_limit, host_reserve)
     own_limit = None if device_limit is None else limited.device_limit_bytes
     here = device_of(device_name()) if before is None else before.engine.device.torch_device
@@ -503,12 +525,33 @@ def apply(
     if weights is not None:
         choice, slab = chosen_weights(model, streamed, where, quantize, least=min_numel)
     wait = waiting_gradients(model, gradients, choice, min_numel)
-    parts = parts_of(model, where, choice, limit_bytes, wait, optimizer, limited.device_limit_bytes)
+    placed = None
+    if total_bytes is not None and auto is None:
+        all_blocks = streamed or flat(blocks_of(model, blocks))
+        by_hand_too = choice, slab, limit_bytes, wait
+        placed = place(
+            model,
+            all_blocks,
+            where,
+            total_bytes,
+            optimizer,
+            by_hand_too,
+            gradients=gradients,
+            quantize=quantize if quantize is None else str(quantize),
+            least=min_numel,
+            measures=where.type == "cuda"
+            or (engine is not None and engine.device.allocator_bytes() is not None),
+        )
+        if placed is not None:
+            choice, slab, limit_bytes, wait = *placed[:3], [*placed.waiting]
+    moves_state = optimizer is not None and (total_bytes is None if placed is None else placed.moves_state)
+    moved = optimizer if moves_state else None
+    parts = parts_of(model, where, choice, limit_bytes, wait, moved, limited.device_limit_bytes)
     refuse_beyond_host(parts, engine, limited.host_limit_bytes)
     if conducted is not None and (where.type == "cuda" or conductor is not True):  # else nobody gave the cap
-        refuse_beyond_device(parts, conducted.hard_bytes, "the conductor's vram_hard_cap_mb")
-    if total_bytes is not None and by_hand:
-        refuse_beyond_device(parts, total_bytes, "device_total")
+        refuse_parts_beyond_device(parts, conducted.hard_bytes, "the conductor's vram_hard_cap_mb")
+    if total_bytes is not None and (weights is not None or gradients == "host"):
+        refuse_parts_beyond_device(parts, total_bytes, "device_total")
     if where != here:
         _check_unused(where)
         _check_nothing_waits(before, config, limited)
@@ -533,7 +576,7 @@ def apply(
             undo.callback(gradient_stream.remove)
             if stream is not None:
                 stream.figures.gradients = gradient_stream.figures
-        move_back = None if optimizer is None else move_state_to_host(optimizer, engine)
+        move_back = None if moved is None else move_state_to_host(moved, engine)
         undo.pop_all()
 
     forget_compiled(model)
@@ -572,6 +615,11 @@ def apply(
     if mode == "auto" and auto is None:
         auto = Auto(marks.default_manager, total_bytes)
     handle._auto = auto
+    if placed is not None and auto is not None:
+        hook = handle._hook_gradients(model)
+        auto.kinds = Kinds(engine, model, optimizer, handle._streams, placed, hook)
+        if moved is not None:
+            moved.keep_on_device(placed.split.state)  # type: ignore[attr-defined]
     if auto is not None:
         auto.models += 1
         ends = weakref.finalize(model, auto.end, root)
@@ -733,14 +781,31 @@ def _waiting_bytes(manager: GroupsManager | None) -> int:
     return sum(block.nbytes for block in manager.living_blocks())
 
 
-def _planner_here(manager: GroupsManager | None, total_bytes: int | None) -> Auto | None:
+def _total_of(manager: GroupsManager | None, device_total: float | str | None) -> int | None:
+    """Of mode "auto", in bytes; None for "least", and on a device that has no memory of its own."""
+    if device_total == "least":
+        return None
+    if device_total is not None:
+        return argument_bytes(device_total, name="device_total", of_bytes=device_bytes())
+    if manager is None:
+        usable = usable_bytes()
+    else:
+        device = manager.engine.device
+        free = device.free_bytes()
+        usable = None if free is None else free + device.active_bytes()
+    return None if usable is None else round(_OF_DEVICE * usable)
+
+
+def _planner_here(
+    manager: GroupsManager | None, device_total: float | str | None, total_bytes: int | None
+) -> Auto | None:
     """The planner of the models in mode "auto": a device has one total, so there is one for all of them.
     Raises ValueError for another total."""
     for handle in _applied.values():
         auto = handle._auto
         if auto is None or manager is None or not auto.is_of(manager.engine):
             continue
-        if auto.total_bytes != total_bytes:
+        if device_total is not None and auto.total_bytes != total_bytes:
             totals = [
                 "no device_total" if nbytes is None else f"device_total={nbytes:,} bytes"
                 for nbytes in (total_bytes, auto.total_bytes)

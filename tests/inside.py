@@ -71,8 +71,8 @@ def read_ahead(disk: DiskTier) -> list[Stored]:
 
 def streaming_of(handle: Applied) -> WeightStream:
     """The stream of a handle with weights=."""
-    assert handle._stream is not None
-    return handle._stream
+    assert handle._streams.weights is not None
+    return handle._streams.weights
 
 
 def leave_out(device: SimDevice, title: str | None) -> None:
@@ -101,8 +101,8 @@ def share_with_experts(handle: Applied, nbytes: int) -> None:
 
 def gradients_of(handle: Applied) -> GradientStream:
     """What keeps the gradients of a handle on the host."""
-    assert handle._gradients is not None
-    return handle._gradients
+    assert handle._streams.gradients is not None
+    return handle._streams.gradients
 
 
 def watchers_of(engine: OffloadEngine) -> tuple[CopyWatcher, ...]:

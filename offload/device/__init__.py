@@ -17,6 +17,7 @@ __all__ = [
     "device_bytes",
     "device_name",
     "select_device",
+    "usable_bytes",
 ]
 
 
@@ -24,6 +25,15 @@ def device_bytes(device: torch.device | None = None) -> int | None:
     """Memory of a GPU, without an argument of the current one; None of the simulated device."""
     is_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
     return torch.cuda.get_device_properties(device).total_memory if is_gpu else None
+
+
+def usable_bytes() -> int | None:
+    """What the process has of the current GPU's memory, or may have; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    from offload.device.cuda import usable_bytes as of_gpu
+
+    return of_gpu()
 
 
 def device_name(name: str | None = None) -> str:

@@ -21,7 +21,7 @@ from offload.device.base import CaptureWatcher, CopyPair, Event, Graph, Lane
 from offload.device.sanitizer import polled
 from offload.errors import CaptureError
 
-__all__ = ["CudaDevice", "CudaLane", "cores_in", "pci_address"]
+__all__ = ["CudaDevice", "CudaLane", "cores_in", "pci_address", "usable_bytes"]
 
 
 class CudaLane:
@@ -43,6 +43,13 @@ class _HostLane:
     """Only a name: what the host does is not queued."""
 
     name = "host"
+
+
+def usable_bytes(device: torch.device | None = None) -> int:
+    """What the process has of a GPU's memory, or may have; None: of the current one."""
+    free, total = torch.cuda.mem_get_info(device)
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    return min(free + torch.cuda.memory_reserved(device), int(share * total))
 
 
 class _CudaEvent:
@@ -248,10 +255,7 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def free_bytes(self) -> int:
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        share = torch.cuda.get_per_process_memory_fraction(self.torch_device)
-        reserved = torch.cuda.memory_reserved(self.torch_device)
-        return min(free + reserved, int(share * total)) - torch.cuda.memory_allocated(self.torch_device)
+        return usable_bytes(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
 
     def release_cached(self, worth: int, *, of_peak: bool = True) -> int:
         self._refuse_in_capture("a release of cached memory")

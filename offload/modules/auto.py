@@ -38,6 +38,7 @@ from offload.modules.auto_memory import BLOCKS, AutoMemory
 from offload.modules.auto_plan import AutoPlan, measure_link
 from offload.modules.auto_ranks import AutoRanks
 from offload.modules.block_calls import BlockCalls, Chosen
+from offload.modules.kinds import Kinds
 from offload.modules.ladder import Ended, Ladder, State, Tried
 from offload.modules.rests import Rests
 from offload.modules.root import ModelRoot
@@ -100,6 +101,7 @@ class Auto(Client):
         self._clock = _Clock()
         self._offers = 0  # ends at which ranks had no plan
         self.rests = Rests()
+        self.kinds: Kinds | None = None  # None where all but activations stays where it is
 
     # -- a forward -------------------------------------------------------------------------------------------
     def choose(
@@ -135,7 +137,9 @@ class Auto(Client):
         if engine.device.allocator_bytes() is None:
             return None
         if self.total_bytes is not None:
-            return Ladder(self.total_bytes)
+            ladder = Ladder(self.total_bytes)
+            ladder.waits = self.kinds is not None and self.kinds.is_open and not self.calls.peers
+            return ladder
         free_bytes = engine.device.free_bytes() or 0
         return Ladder(round(_OF_DEVICE * (free_bytes + engine.device.active_bytes())), is_asked=False)
 
@@ -178,6 +182,8 @@ class Auto(Client):
         """The hooks of a model are gone. After the last one the engine has the limit again that its config
         had before."""
         self.models -= 1
+        if self.kinds is not None and not self.models:
+            self.kinds.end()
         self.rests.drop(root)
         self.calls.resting.clear()
         engine = self._attached()
@@ -286,6 +292,8 @@ class Auto(Client):
         if self._measured < 3 and not self._measure(engine, ladder, is_over=facts.is_over):
             return
         ladder.ended(step, facts)
+        if self.kinds is not None and not calls.peers:  # which would have to move alike
+            self.kinds.step_ended(ladder, self._clock.whole_s, self.memory.shift)
         if ladder.follows_plan:
             self._ranks.agree_on_plan(manager) if calls.peers else plan.make_if_wanted(manager)
         elif plan.followed is not None:
@@ -358,6 +366,9 @@ class Auto(Client):
             trace.peak_bytes = memory.peaks.get(BLOCKS, 0)
             trace.head_bytes = memory.peaks.get(HEAD, 0)
             trace.input_bytes = self._input_bytes
+            if is_over and self.kinds is not None and self.kinds.shrinks():
+                self._measured, ladder.rule = 0, Rule()
+                return False
             if is_over:
                 ladder.refuse()
                 ladder.has_no_room = memory.total is not None
@@ -444,6 +455,7 @@ class Auto(Client):
             limit_bytes=None if engine is None else engine.limits.device_limit_bytes,
             plan=plan.followed,
             moved_bytes=self._manager().stats.spill_bytes if self.models else None,
+            kinds=() if self.kinds is None else tuple(self.kinds.shares(self.ladder)),
         )
 
     def _say_no_plan(self, manager: GroupsManager) -> None:
@@ -463,11 +475,14 @@ def _kinds_of(trace: Trace) -> list[Any]:
 
 
 class _Clock:
-    """Seconds of steps on the device, from the first forward to the end of the last backward. Blocks the
-    host: never."""
+    """Seconds of steps on the device, from the first forward to the end of the last backward. whole_s: from
+    the begin of the step before the one that has ended to the begin of that one, None where that is not
+    known. Blocks the host: never."""
 
     def __init__(self) -> None:
+        self.whole_s: float | None = None
         self._start: Event | None = None
+        self._start_before: Event | None = None
         self._before: tuple[Event, Event] | None = None
 
     def begins(self, device: Device) -> None:
@@ -476,7 +491,11 @@ class _Clock:
     def ends(self, device: Device) -> float | None:
         """A step has ended. Returns the seconds of the one before it, None where they are not known."""
         before, start = self._before, self._start
-        self._start = None
+        both = self._start_before, start
+        self.whole_s = None
+        if both[0] is not None and both[1] is not None and device.poll(both[1]):
+            self.whole_s = device.elapsed_ms(both[0], both[1]) / 1e3
+        self._start, self._start_before = None, start
         self._before = None if start is None else (start, device.record(device.compute, timed=True))
         if before is None or not device.poll(before[1]):
             return None

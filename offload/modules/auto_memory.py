@@ -206,6 +206,12 @@ class AutoMemory:
         # the total counts everything, so no limit of the config holds beside it
         self.share.bound("device_limit_bytes", limit_bytes, replaces=(CONFIG,))
 
+    def shift(self, nbytes: int) -> None:
+        """So many bytes more are beside saved tensors from the next step on."""
+        if self.total is not None:
+            self.total.shift(nbytes)
+            self.measure()
+
     def give_limit_back(self) -> None:
         """No plan is followed any more. Takes no lock."""
         if self._limited:

@@ -132,7 +132,8 @@ class Ladder:
 
     rule: that the next step runs, where it follows no plan. follows_plan: whether it does.
     trace: of the step that was measured, None before. costs: by kind of block, set once they are known.
-    bytes_per_s: of the link to the host. has_no_room: it was refused, until steps are shorter.
+    bytes_per_s: of the link to the host. has_no_room: it was refused, until steps are shorter. waits: nothing
+    finer than the rule is tried, since the total is still being shared with other kinds.
     """
 
     def __init__(self, total_bytes: int, *, is_asked: bool = True) -> None:
@@ -143,7 +144,7 @@ class Ladder:
         self.trace: Trace | None = None
         self.costs: Mapping[Hashable, Cost] = {}
         self.bytes_per_s = inf
-        self.has_no_room = False
+        self.has_no_room = self.waits = False
         self.tried: dict[str, Tried] = {}
         self._offset = 0.0  # of peaks, measured less what is calculated
         self._looks = 0
@@ -207,6 +208,35 @@ class Ladder:
         if factor <= 1.0 or peak_bytes(trace, self.costs, rule, factor) <= aim:
             return rule
         return fitting(trace, self.costs, aim, moves=rule.moves, factor=factor)
+
+    def begin_again(self, more_bytes: int) -> None:
+        """From the next step on other kinds take so many bytes more, or fewer: the rule is another one, and
+        nothing was tried beside it."""
+        assert self.trace is not None
+        self.trace.shift(more_bytes)
+        self.state, self.follows_plan, self._looks = State.RULE, False, 0
+        self.tried, self._queue, self._rivals, self._rival = {}, [], [0, 1, 2], None
+        self._has_tried_plan, self._before = False, None
+        self._offset = max(0.0, self._offset)
+        aim = self.total_bytes * _FIRST_AIM - self._offset
+        moves, by_kind = _WAYS[self._at]
+        self.rule = fitting(self.trace, self.costs, aim, moves=moves, by_kind=by_kind)
+
+    def recompute_s(self, more_bytes: int) -> float | None:
+        """Seconds of recomputes where other kinds take so many bytes more than now; None where no rule
+        fits."""
+        assert self.trace is not None
+        aim = self.total_bytes * _FIRST_AIM - self._offset - more_bytes
+        moves, by_kind = _WAYS[self._at]
+        if peak_bytes(self.trace, self.costs, Rule(moves=moves)) > aim:
+            return None
+        rule = fitting(self.trace, self.costs, aim, moves=moves, by_kind=by_kind)
+        return sum(
+            self.costs[kind].again_s
+            for chunk, kinds in self.trace.kinds.items()
+            for place, kind in enumerate(kinds)
+            if not rule.is_plain(chunk, place)
+        )
 
     # -- steps -----------------------------------------------------------------------------------------------
     def facts(self, step: Ended) -> Facts:
@@ -307,6 +337,8 @@ class Ladder:
         rule = facts.fits[self._at]
         if facts.is_over or (self._looks < _LOOKS and rule.num_plain != self.rule.num_plain):
             self.rule = rule
+            return
+        if self.waits:
             return
         self.state = State.SETTLED if self.keeps_all and self.is_asked else State.TRYING
         self._try(facts)

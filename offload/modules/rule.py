@@ -80,6 +80,13 @@ class Trace:
     def backward_reads(self, chunk: ChunkKey, place: int, active_bytes: int) -> None:
         self.seen.append(_Seen(False, chunk, place, active_bytes))
 
+    def shift(self, nbytes: int) -> None:
+        """So many bytes more are active in all of the step."""
+        self.resident_bytes += nbytes
+        self.peak_bytes += nbytes
+        self.head_bytes += nbytes
+        self.seen[:] = [seen._replace(active_bytes=seen.active_bytes + nbytes) for seen in self.seen]
+
     @property
     def most_bytes(self) -> int:
         return max(self.peak_bytes, self.head_bytes)

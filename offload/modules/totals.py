@@ -24,7 +24,15 @@ from offload.weights.choose import Choice
 from offload.weights.gradients import window_bytes
 from offload.weights.keep import Size, least_window
 
-__all__ = ["Part", "parts_of", "refuse_beyond_device", "refuse_beyond_host"]
+__all__ = [
+    "Part",
+    "parts_of",
+    "refuse_beyond_device",
+    "refuse_beyond_host",
+    "refuse_parts_beyond_device",
+    "size_of",
+    "sizes_of",
+]
 
 
 class Part(NamedTuple):
@@ -48,7 +56,7 @@ def parts_of(
     """choice: of weights that stream. weights_bytes: their limit. waiting: parameters whose gradients wait on
     the host."""
     here = {
-        name: _nbytes(each)
+        name: size_of(each)
         for name, each in model.named_parameters()
         if choice is not None or local_of(each).device == where
     }
@@ -56,18 +64,16 @@ def parts_of(
     named = {} if choice is None else choice.blocks
     streamed = {weight.name: weight for weights in named.values() for weight in weights}
     resident = sum(nbytes for name, nbytes in here.items() if name not in streamed)
-    resident += sum(_nbytes(each) for each in model.buffers() if choice is not None or each.device == where)
+    resident += sum(size_of(each) for each in model.buffers() if choice is not None or each.device == where)
     stay = sum(nbytes for name, nbytes in here.items() if name in trained and name not in waiting)
-    wait = {name: _nbytes(model.get_parameter(name)) for name in waiting}
+    wait = {name: size_of(model.get_parameter(name)) for name in waiting}
     found = [Part("resident weights and buffers", resident)]
-    if streamed:
-        sizes = [
-            Size(sum(w.nbytes for w in each), sum(w.link_bytes for w in each)) for each in named.values()
-        ]
+    if choice is not None and streamed:
+        sizes = sizes_of(choice)
         window = max(least_window(sizes), weights_bytes or 0)
         ways = "lower weights=", 'name fewer blocks, or quantize="int8"'
         found.append(Part("streamed weights", window, sum(size.arriving for size in sizes), ways))
-    trained_wait = sum(_nbytes(model.get_parameter(name)) for name in waiting if name in trained)
+    trained_wait = sum(size_of(model.get_parameter(name)) for name in waiting if name in trained)
     kept = 'gradients="host"' if stay else "", 'gradients="device"' if trained_wait else ""
     window = window_bytes(wait) if trained_wait else 0
     found.append(Part("gradients", stay + min(window, trained_wait), trained_wait, kept))
@@ -80,21 +86,36 @@ def parts_of(
     return found
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
+def sizes_of(choice: Choice) -> list[Size]:
+    """Of the blocks of weights that stream."""
+    found = choice.blocks.values()
+    return [Size(sum(w.nbytes for w in each), sum(w.link_bytes for w in each)) for each in found]
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    """Bytes of the tensor, of a DTensor those of the own rank; 0 before a lazy one has a shape."""
     if is_lazy(tensor):  # which the first forward makes
         return 0
     found = local_of(tensor)
     return found.numel() * found.element_size()
 
 
-def refuse_beyond_device(parts: Sequence[Part], total_bytes: int, what: str) -> None:
-    """Raises ValueError where the device's total cannot have the parts. what: the total's name."""
-    needed = sum(part.device_bytes for part in parts)
+def refuse_parts_beyond_device(parts: Sequence[Part], total_bytes: int, what: str) -> None:
+    """As `refuse_beyond_device`."""
+    ways = [part.instead[0] for part in parts if part.device_bytes and part.instead[0]]
+    refuse_beyond_device([(part.kind, part.device_bytes) for part in parts], total_bytes, what, ways)
+
+
+def refuse_beyond_device(
+    sizes: Sequence[tuple[str, int]], total_bytes: int, what: str, ways: Sequence[str]
+) -> None:
+    """Raises ValueError where the device's total cannot have all of these. sizes: bytes, by kind. what: the
+    total's name. ways: to need less."""
+    needed = sum(nbytes for _, nbytes in sizes)
     if needed > total_bytes:
-        ways = [part.instead[0] for part in parts if part.device_bytes and part.instead[0]]
         raise ValueError(
             f"{what} is {bytes_text(total_bytes)}, and the parts need {bytes_text(needed)} of the device: "
-            f"{_listed([(part.kind, part.device_bytes) for part in parts])}; "
+            f"{_listed(sizes)}; "
             f"{' or '.join([f'give {enough_text(needed)} or more', *ways])}"
         )
 

@@ -30,6 +30,9 @@ from offload.params.view import local_of, trains
 
 __all__ = ["MoveBack", "check_optimizer", "host_and_device_bytes", "move_state_to_host"]
 
+BUCKET_BYTES = 64 << 20
+"""Of master weights: what passes through the device at once."""
+
 _SCHEDULED = "_wrapped_by_lr_sched"
 """torch.optim.lr_scheduler puts a `step` with this attribute on the object, which counts its calls."""
 
@@ -77,7 +80,6 @@ def host_and_device_bytes(
     optimizer: Any,
     streamed: Collection[Tensor] = (),
     waiting: Collection[Tensor] = (),
-    bucket_bytes: int = 64 << 20,
 ) -> tuple[int, int]:
     """Bytes of the state on the host, and of the ring on the device, after `move_state_to_host`, for torch's
     Adam and AdamW. 0 for other classes, whose state is not known before, and for one of ours, which has its
@@ -102,7 +104,7 @@ def host_and_device_bytes(
             flats |= {"weights"} if has_home else set()
             flats |= {"lent"} if id(each) in lenders else set()
             on_host += len(names) * local.numel() * local.element_size()
-    buckets = [min(total, bucket_bytes // dtype.itemsize) for (dtype, _), total in numels.items()]
+    buckets = [min(total, BUCKET_BYTES // dtype.itemsize) for (dtype, _), total in numels.items()]
     size = max((dtype.itemsize for dtype, _ in numels), default=0)
     return on_host, RING_SLOTS * max(buckets, default=0) * size * len(flats)
 
@@ -126,7 +128,7 @@ def move_state_to_host(optimizer: Any, engine: OffloadEngine) -> MoveBack:
     vars(optimizer).clear()
     optimizer.__class__ = HybridDeviceOptimizer
     try:
-        optimizer.__init__(groups, 1.0, cls, engine=engine, **arguments)
+        optimizer.__init__(groups, 1.0, cls, engine=engine, bucket_bytes=BUCKET_BYTES, **arguments)
         if packed is not None:
             _load(optimizer, packed)
     except BaseException:

@@ -19,7 +19,7 @@ from offload.policy.actions import ChunkKey
 from offload.policy.mixture import MixedPlan, scaled
 from offload.sizes import bytes_text
 
-__all__ = ["BlockShare", "Explanation"]
+__all__ = ["BlockShare", "Explanation", "KindShare"]
 
 _MORE = 0.1
 """Of the total: how much larger the budget is of which the gain is told."""
@@ -55,6 +55,16 @@ class BlockShare(NamedTuple):
         )
 
 
+class KindShare(NamedTuple):
+    """What of a kind is where, in bytes; None where it is shown elsewhere. next_gb_s: seconds of a step that
+    another GB of it on the device would spare; None where that is not known."""
+
+    kind: str
+    device_bytes: int | None
+    host_bytes: int | None
+    next_gb_s: float | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
     """What is followed now.
@@ -67,6 +77,8 @@ class Explanation:
     limit_bytes  of it, what saved tensors and recomputes may take
     plan         None before it was made
     moved_bytes  what the last step moved to the host, whatever was planned; None where that is not known
+    kinds        weights, gradients, optimizer's state and activations under the one total; () where all but
+                 activations stays
     """
 
     state: str
@@ -77,6 +89,20 @@ class Explanation:
     limit_bytes: int | None = None
     plan: MixedPlan | None = None
     moved_bytes: int | None = None
+    kinds: tuple[KindShare, ...] = ()
+
+    def kinds_text(self) -> str:
+        """A row a kind."""
+
+        def text(nbytes: int | None) -> str:
+            return "" if nbytes is None else bytes_text(nbytes)
+
+        rows = [
+            (kind, text(here), text(away), "" if gain is None else f"{gain * 1e3:.1f} ms")
+            for kind, here, away, gain in self.kinds
+        ]
+        headers = ("kind", "on the device", "on the host", "the next GB spares")
+        return tabulate(rows, headers, colalign=("left", "right", "right", "right"), disable_numparse=True)
 
     @property
     def calls(self) -> list[tuple[ChunkKey, BlockShare]]:
@@ -161,7 +187,7 @@ class Explanation:
     def __str__(self) -> str:
         plan = self.plan
         if plan is None:
-            return f"auto: {self.state}"
+            return f"auto: {self.state}" + (f"\n\n{self.kinds_text()}" if self.kinds else "")
         plain_ms, planned_ms = plan.plain_s * 1e3, plan.predicted_step_s * 1e3
         lines = [
             f"auto: {self.state}",
@@ -187,7 +213,8 @@ class Explanation:
                 f"{bytes_text(self.moved_bytes)}: tensors move whole."
             )
         table = tabulate(rows, headers=headers, colalign=("left", *["right"] * 5, "left"))
-        return "\n".join([*lines, "", table, "", *self.margins()])
+        kinds = ["", self.kinds_text()] if self.kinds else []
+        return "\n".join([*lines, "", table, "", *self.margins(), *kinds])
 
     def margins(self) -> list[str]:
         """What more memory would change; [] where that is not known."""

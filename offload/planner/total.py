@@ -93,6 +93,13 @@ class TotalMemory:
         self._least_rest_bytes = self.rest_bytes
         self._is_first = True
 
+    def shift(self, nbytes: int) -> None:
+        """So many bytes more are beside saved tensors from here on."""
+        if self.rest_bytes is not None:
+            self.rest_bytes += nbytes
+            self.least_peak_bytes += nbytes
+            self._least_rest_bytes += nbytes
+
     def restart(self) -> None:
         """Another plan is followed from here on."""
         self._passed = self._passed and self._vary

@@ -97,6 +97,7 @@ class WeightStream(Client):
         self.figures = WeightFigures(blocks=len(self.blocks), resident=choice.resident)
         self._resized()
         self._measured = Measured(engine.device, engine.copier)
+        self._step: MeasuredStep | None = None  # as it was measured last
         self._said = Once()
         self._handles: list[Any] = []
         self.removed = False
@@ -378,7 +379,29 @@ class WeightStream(Client):
         """Without what weights have that stream by the expert."""
         return self.limit_bytes - self.experts.window.room_bytes
 
+    def resize(self, limit_bytes: int) -> None:
+        """So many bytes of the weights may be on the device from here on, at least a window. Between two
+        steps. Blocks the host for steps of weights that leave."""
+        with self._lock:
+            self._asked_bytes = limit_bytes
+            self._resized()
+            if self._step is not None:
+                self._plan_with(self._step)
+
+    def waits_s(self, limits: Sequence[int]) -> list[float] | None:
+        """Of a step, seconds that compute waits for weights within each of these limits, by calculation; None
+        before a step was measured."""
+        step, least = self._step, least_window(self._sizes)
+        if step is None:
+            return None
+        uses = [(use.block, seconds) for use, seconds in step.uses[: _PLANNED * len(self._sizes)]]
+        rooms = [max(least, limit - self.experts.window.room_bytes) for limit in limits]
+        compute_s, times = sum(seconds for _, seconds in uses), len(step.uses) / len(uses)
+        found = best_plans(uses, self._sizes, rooms, step.bytes_per_s)
+        return [max(0.0, took_s - compute_s) * times for _, took_s in found]
+
     def _plan_with(self, step: MeasuredStep) -> None:
+        self._step = step
         sizes, rate = self._sizes, step.bytes_per_s
         self.figures.compute_ms = sum(seconds for _, seconds in step.uses) * 1e3
         if self.residency.policy is not None:

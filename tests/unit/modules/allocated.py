@@ -40,6 +40,18 @@ class AllocatedDevice(LinkedDevice):
     def active_bytes(self) -> int:
         return sum(storage.nbytes() for storage in list(self.storages.values()))
 
+    def made(self, storage: torch.UntypedStorage) -> None:
+        """An operator has made it, or a view of it."""
+        if storage._cdata not in self.storages and not self._checker.is_host(storage):
+            self.storages[storage._cdata] = storage
+            self.peak = max(self.peak, self.active_bytes())
+
+    def host_memory(self, nbytes: int, registration_bytes: int) -> Any:
+        memory = super().host_memory(nbytes, registration_bytes)
+        for piece in memory.pieces:
+            self.storages.pop(piece.untyped_storage()._cdata, None)
+        return memory
+
     def allocator_bytes(self) -> Any:
         return 0, self.peak
 
@@ -58,13 +70,11 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        device, known = self._device, self._device.storages
         if not self._at_work():
             for leaf in tree_leaves(output):
                 leaf = getattr(leaf, "_local_tensor", leaf)  # of a DTensor
-                if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in known:
-                    known[leaf.untyped_storage()._cdata] = leaf.untyped_storage()
-                    device.peak = max(device.peak, device.active_bytes())
+                if isinstance(leaf, torch.Tensor):
+                    self._device.made(leaf.untyped_storage())
         return output
 
 
@@ -78,17 +88,22 @@ def counting(device: AllocatedDevice, at_work: Callable[[], bool]) -> Iterator[N
 class AllocatedRun:
     """A model in mode "auto" on such a device, whose blocks take a millisecond forward and two backward.
 
-    peaks, seconds: of each step, active bytes at most and what the device took; gradients: of the last one.
+    gives_optimizer: to `apply`, a fused AdamW. peaks, seconds: of each step, active bytes at most and what
+    the device took; gradients: of the last one.
     """
 
-    def __init__(self, device: AllocatedDevice, blocks: int, **options: Any) -> None:
+    def __init__(
+        self, device: AllocatedDevice, blocks: int, *, gives_optimizer: bool = False, **options: Any
+    ) -> None:
         self.device, self.model = device, build(blocks=blocks)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, fused=gives_optimizer)
+        if gives_optimizer:
+            options["optimizer"] = self.optimizer
         for block in self.model.layers:
             block.register_forward_pre_hook(lambda *_: device.compute_for(1e-3))
             block.register_full_backward_hook(lambda *_: device.compute_for(2e-3))
         self.own_hooks = self.num_hooks
         self.handle = offload.apply(self.model, "auto", min_numel=1, **options) if options else None
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.peaks: list[int] = []
         self.seconds: list[float] = []
         self.losses: list[Tensor] = []

@@ -1,0 +1,208 @@
+"""Mode "auto" with an optimizer: weights, gradients, state and activations share one total, and change places
+between steps without a bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.modules.splits import Loads, Split, device_bytes, first_split, shared, step_s
+from offload.optim import HybridDeviceOptimizer
+from tests.unit.modules.allocated import AllocatedRun, allocated
+from tests.unit.modules.training import ROWS, WIDTH
+
+__all__ = ["allocated"]
+
+LOADS = Loads(400, 100, 400, 400, 100, 800, 60, 10)
+STEPS = 14
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.optim.convert.BUCKET_BYTES", 1024)
+
+
+# -- by arithmetic -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("total", "first"),
+    [
+        (3220, Split(400, True, 800)),  # everything stays: 1,610 bytes, and half of the total is left
+        (3219, Split(400, True, 0)),
+        (1620, Split(400, True, 0)),
+        (1619, Split(400, False, 0)),
+        (1020, Split(400, False, 0)),
+        (1018, Split(399, False, 0)),
+        (200, Split(100, False, 0)),
+    ],
+)
+def test_kinds_leave_one_after_the_other_until_half_of_the_total_is_free(total: int, first: Split) -> None:
+    loads = LOADS._replace(ring=0, resident=10)
+    assert first_split(loads, total) == first
+
+
+def test_a_ring_is_on_the_device_unless_all_state_is_as_torch_has_it() -> None:
+    everything = Split(400, True, 800)
+    assert device_bytes(LOADS, everything) == 10 + 400 + 400 + 800 + 60, "weights stream, and are stepped"
+    alone = LOADS._replace(weights=0, least_weights=0)
+    assert device_bytes(alone, Split(0, True, 800)) == 10 + 400 + 800
+    assert device_bytes(alone, Split(0, True, 700)) == 10 + 400 + 700 + 60
+
+
+def test_the_fuller_direction_of_the_link_is_what_a_step_of_the_optimizer_takes() -> None:
+    assert step_s(LOADS, Split(400, True, 800), (10.0, 20.0)) == 0.0
+    assert step_s(LOADS, Split(400, True, 400), (10.0, 20.0)) == 40.0
+    assert step_s(LOADS, Split(400, True, 400), (40.0, 20.0)) == 20.0
+    assert step_s(LOADS, Split(400, False, 800), (10.0, 20.0)) == 40.0, "gradients come in alone"
+    assert step_s(LOADS, Split(200, True, 800), (10.0, 20.0)) == 20.0, "weights that are away, both ways"
+
+
+def test_a_byte_goes_to_the_kind_that_spares_most_by_it() -> None:
+    loads, now = Loads(state=800, resident=10), Split(0, True, 0)
+
+    def found(per_byte: float, room: int = 400) -> list[tuple[float, Split]]:
+        def recompute_s(more: int) -> float | None:
+            return None if more > room else per_byte * (more + 1000)
+
+        return shared(loads, now, (10.0, 10.0), lambda limits: [0.0] * len(limits), recompute_s)
+
+    assert found(0.05)[0] == (0.05 * 1400 + 40.0, Split(0, True, 400)), "0.1 s a byte of state"
+    assert found(0.2)[0] == (0.2 * 1000 + 80.0, now)
+    assert {split.state for _, split in found(0.05)} == {0, 100, 200, 300, 400}, "and no other one fits"
+
+
+# -- in steps ------------------------------------------------------------------------------------------------
+def trained(
+    run: AllocatedRun, loop: Callable[[AllocatedRun, int], object], steps: int = STEPS
+) -> list[Tensor]:
+    for number in range(steps):
+        loop(run, number)
+    return run.weights()
+
+
+def one(run: AllocatedRun, number: int) -> None:
+    run.steps(1, seed=number)
+
+
+def microbatches(run: AllocatedRun, number: int) -> None:
+    run.steps(1, rows=(ROWS, ROWS), seed=number)
+
+
+def evaluates(run: AllocatedRun, number: int) -> None:
+    with torch.no_grad():
+        run.model(torch.ones(ROWS, WIDTH))
+    run.steps(1, seed=number)
+
+
+def clips_and_reads_state(run: AllocatedRun, number: int) -> None:
+    torch.manual_seed(number)
+    run.model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.01)
+    run.optimizer.step()
+    if number % 5 == 2:
+        run.optimizer.load_state_dict(run.optimizer.state_dict())
+        run.optimizer.param_groups[0]["lr"] *= 0.9
+    run.optimizer.zero_grad()
+
+
+def breaks_off(run: AllocatedRun, number: int) -> None:
+    """A step whose forward, or whose backward, raises; then a whole one."""
+    if number % 4 == 3:
+        handle = run.model.layers[3].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run.model(torch.ones(ROWS, WIDTH))
+        handle.remove()
+    if number % 4 == 1:
+        loss = run.model(torch.ones(ROWS, WIDTH)).sum()
+        loss.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        run.optimizer.zero_grad()
+    run.steps(1, seed=number)
+
+
+def accumulates(run: AllocatedRun, number: int) -> None:
+    torch.manual_seed(number)
+    run.model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+    if number % 3 == 2:
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=False)
+
+
+LOOPS = (one, microbatches, evaluates, clips_and_reads_state, breaks_off, accumulates)
+
+
+def plain_run(allocated: Callable[..., AllocatedRun], blocks: int) -> AllocatedRun:
+    run = allocated(blocks=blocks)
+    run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.1, fused=True)
+    return run
+
+
+@pytest.mark.parametrize(("loop", "total"), [*zip(LOOPS, cycle([100_000, 75_000]), strict=False)])
+def test_weights_have_the_bits_of_a_run_without_whatever_moves_in_between(
+    allocated: Callable[..., AllocatedRun], total: int, loop: Any
+) -> None:
+    run = allocated(blocks=8, device_total=f"{total}B", gives_optimizer=True)
+    assert run.handle is not None
+    found, places = trained(run, loop), run.optimizer.state_dict()["state"][0]["exp_avg"]
+    run.handle.remove()
+    assert type(run.optimizer) is torch.optim.AdamW
+    assert torch.equal(run.optimizer.state_dict()["state"][0]["exp_avg"], places)
+    other = plain_run(allocated, 8)
+    assert all(map(torch.equal, found, trained(other, loop)))
+
+
+@pytest.mark.parametrize("total", [45_000, 75_000, 100_000, 200_000])
+def test_the_total_holds_from_the_first_step_on_and_a_faster_split_is_followed(
+    allocated: Callable[..., AllocatedRun], total: int
+) -> None:
+    run = allocated(blocks=8, device_total=f"{total}B", gives_optimizer=True)
+    assert run.handle is not None
+    assert run.handle._auto is not None
+    kinds = run.handle._auto.kinds
+    assert kinds is not None
+    first = kinds.now
+    trained(run, one)
+    assert max(run.peaks) <= total
+    assert not kinds.is_open
+    assert (kinds.now != first) is (total > 45_000)
+    if total == 200_000:  # all of it fits in the end, and nothing is ours any more
+        assert type(run.optimizer) is torch.optim.AdamW
+        assert run.ladder.keeps_all
+        assert "optimizer's state  " in str(run.handle.explain())
+    else:
+        assert isinstance(run.optimizer, HybridDeviceOptimizer)
+
+
+def test_a_model_of_which_half_the_total_is_enough_is_left_alone(
+    allocated: Callable[..., AllocatedRun],
+) -> None:
+    run = allocated(blocks=4, device_total="10MB", gives_optimizer=True)
+    assert run.handle is not None
+    assert run.handle._auto is not None
+    assert run.handle._auto.kinds is None
+    assert type(run.optimizer) is torch.optim.AdamW
+    assert run.handle.weights is run.handle.gradients is None
+
+
+def test_a_total_that_nothing_fits_is_refused_before_a_step(allocated: Callable[..., AllocatedRun]) -> None:
+    with pytest.raises(
+        ValueError, match=r"a window of weights 8\.83 kB.*give 31\.\d+ kB or more or quantize"
+    ):
+        allocated(blocks=8, device_total="20000B", gives_optimizer=True)
+
+
+def test_state_stays_where_its_kernel_would_be_another_one(allocated: Callable[..., AllocatedRun]) -> None:
+    """torch's for-each kernel has other bits than the fused one, with which state streams."""
+    run = plain_run(allocated, 8)
+    import offload
+
+    optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.1)
+    handle = offload.apply(run.model, "auto", min_numel=1, device_total="200000B", optimizer=optimizer)
+    assert type(optimizer) is torch.optim.AdamW
+    assert handle.gradients is not None, "they leave instead"
+    handle.remove()
