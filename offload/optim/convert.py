@@ -25,7 +25,7 @@ from offload.optim.fsdp_step import FSDPGPUOptimizerWrapper
 from offload.optim.hybrid import HybridDeviceOptimizer
 from offload.optim.state import is_hooks, without_hooks
 from offload.params.home import home_of
-from offload.params.ring import RING_SLOTS
+from offload.params.ring import slots_for
 from offload.params.view import local_of, trains
 
 __all__ = ["MoveBack", "check_optimizer", "host_and_device_bytes", "move_state_to_host"]
@@ -106,7 +106,8 @@ def host_and_device_bytes(
             on_host += len(names) * local.numel() * local.element_size()
     buckets = [min(total, BUCKET_BYTES // dtype.itemsize) for (dtype, _), total in numels.items()]
     size = max((dtype.itemsize for dtype, _ in numels), default=0)
-    return on_host, RING_SLOTS * max(buckets, default=0) * size * len(flats)
+    slots = slots_for(numels.total(), max(buckets, default=0))
+    return on_host, slots * max(buckets, default=0) * size * len(flats)
 
 
 MoveBack = Callable[[], Callable[[], None]]

@@ -63,7 +63,7 @@ from offload.optim.classes import state_names
 from offload.optim.groups import UserGroup
 from offload.optim.host_part import HostBucket, HostPart
 from offload.optim.parts import HostOptions
-from offload.params.ring import RING_SLOTS, Ring
+from offload.params.ring import RING_SLOTS, Ring, slots_for
 from offload.params.sections import FlatSpec
 from offload.params.view import ParamView, update_master
 
@@ -303,7 +303,7 @@ class StreamedPart(HostPart[StreamedBucket]):
         """Its steps run in the backward."""
         self.resident_most_bytes = 0
         """Of state, that may stay on the device."""
-        self._ring_flats: tuple[int, list[tuple[str, int]]] = (0, [])
+        self._ring_of: tuple[int, int, list[tuple[str, int]]] = (0, 0, [])
 
     def _specs(self, dtype: torch.dtype, master_dtype: torch.dtype, has_home: bool) -> list[FlatSpec]:
         names = [*state_names({}), *(["master"] if dtype != master_dtype else [])]
@@ -328,9 +328,10 @@ class StreamedPart(HostPart[StreamedBucket]):
         also += ["grad"] if self._weights_on_host or "master" in names else []
         also += ["lent"] if self.takes_lent else []
         flats = [(name, size) for name in (*sorted(names), *also)]
-        if (numel, flats) != self._ring_flats:  # between steps
-            self._ring_flats = numel, flats
-            slots = _SLOTS_BESIDE_WEIGHTS if streams and self.in_backward else RING_SLOTS
+        most = _SLOTS_BESIDE_WEIGHTS if streams and self.in_backward else RING_SLOTS
+        slots = slots_for(sum(bucket.layout.numel for bucket in self.buckets), numel, most)
+        if (slots, numel, flats) != self._ring_of:  # between steps
+            self._ring_of = slots, numel, flats
             self.ring = Ring(self.engine.device, numel, flats, slots)
         left = self.resident_most_bytes
         for bucket in self.buckets:

@@ -14,10 +14,16 @@ from torch import Tensor
 
 from offload.device import Device, Event, Lane
 
-__all__ = ["RING_SLOTS", "Ring", "Slot"]
+__all__ = ["RING_SLOTS", "Ring", "Slot", "slots_for"]
 
 RING_SLOTS = 3
-"""Buckets on the device: one coming in, one being stepped, one going out."""
+"""Buckets on the device at most: one coming in, one being stepped, one going out."""
+
+
+def slots_for(numel: int, largest: int, most: int = RING_SLOTS) -> int:
+    """How many slots help buckets of `numel` elements together, the largest of `largest`: a small one beside
+    it is not worth another."""
+    return min(most, max(1, round(numel / largest))) if largest else 0
 
 
 @dataclass(slots=True)
@@ -32,8 +38,8 @@ class Ring:
     """Slots on the device, each as large as the largest bucket, the lane on which they come in, and the lane
     that steps them.
 
-    flats: (name, bytes of one element). slots: RING_SLOTS, or more. Allocated on `compute`; the first use of
-        each slot is ordered behind that.
+    flats: (name, bytes of one element). slots: `slots_for` the buckets. Allocated on `compute`; the
+        first use of each slot is ordered behind that.
     """
 
     def __init__(

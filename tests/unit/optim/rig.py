@@ -32,10 +32,11 @@ def batch(number: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(100 + number)).to(dtype)
 
 
-def backward(model: nn.Module, number: int) -> Tensor:
+def backward(model: nn.Module, number: int, last_alone: bool = False) -> Tensor:
+    """last_alone: no parameter but the last gets a gradient."""
     dtype = next(model.parameters()).dtype
     loss: Tensor = model(batch(number, dtype)).float().square().mean()
-    loss.backward()
+    loss.backward(inputs=[*model.parameters()][-1:] if last_alone else None)
     return loss
 
 

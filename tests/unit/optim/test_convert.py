@@ -301,7 +301,7 @@ def test_a_device_that_cannot_have_all_parts_is_refused_with_each_of_them(
     window = 2 * BLOCK_BYTES
     gradients = 3 * BLOCK_BYTES // 2  # those of three weights at once
     everything = resident + window + resident + gradients
-    ring = 3 * 4 * STREAMED  # three slots of moments, weight and gradient of the larger of two buckets
+    ring = 4 * STREAMED  # one slot of moments, weight and gradient of the larger of two buckets
     everything += ring
     config = ConductorConfig(
         vram_hard_cap_mb=(everything - 1) / 2**20, vram_soft_cap_mb=0.01, telemetry_interval=0
