@@ -71,6 +71,7 @@ class Recorder:
             if any(isinstance(observer, Recorder) for observer in engine.hooks.observers):
                 raise RuntimeError("a recording is under way; end it before another begins")
             self._seen_s = time.perf_counter()
+            self._peak_bytes = engine.transfers.counts.device_bytes_peak
             self._begin = self._device.record(self._device.compute, timed=True)
             self._stalls = [(engine.transfers.stalls, len(engine.transfers.stalls))]
             engine.copier.watch(self._copied)
@@ -212,6 +213,9 @@ class Recorder:
             if gradients:
                 self._weights_bytes, self._gradient_bytes = self._holdings.weights_and_gradients()
             saved_bytes = engine.transfers.device_bytes - freed_bytes + more_bytes
+            before_bytes, self._peak_bytes = self._peak_bytes, engine.transfers.counts.device_bytes_peak
+            if self._peak_bytes > before_bytes:  # between two samples
+                saved_bytes = max(saved_bytes, self._peak_bytes)
             known_bytes = saved_bytes + self._weights_bytes + self._gradient_bytes + self._optimizer_bytes
             sample = MemorySample(
                 ms=0.0,

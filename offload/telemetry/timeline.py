@@ -41,7 +41,7 @@ class MemorySample:
 
     | name | |
     |---|---|
-    | saved_bytes | saved tensors on the device, in any state |
+    | saved_bytes | saved tensors on the device, in any state; at a new peak, that since the sample before |
     | without_bytes | what they would be if none had left: all that the graphs still hold |
     | weights_bytes, gradient_bytes | of modules that there were when the recording began |
     | optimizer_bytes | the state of optimizers that there were then |
