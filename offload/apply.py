@@ -45,6 +45,7 @@ from offload.modules.root import GroupCalls, HeadCalls, ModelRoot
 from offload.modules.settings import (
     ALL_TENSORS,
     RECOMPUTING,
+    WHAT,
     WITHOUT_BLOCKS,
     check_arguments,
     checkpoints_off,
@@ -171,11 +172,12 @@ class Applied:
         """What was saved, moved and kept since `apply`, by all that is offloaded in this process, and in
         which phase of a step the device's memory is highest. gather: with every rank's figures; then all
         ranks must call. Blocks the host: only to gather."""
-        nothing = f"mode={self.mode!r}, as it was asked: no saved tensor of {self._name} leaves"
+        asked = f"mode={self.mode!r}, as it was asked"
+        nothing = f"{asked}: no saved tensor of {self._name} leaves; other modes take less memory"
         peak = self._root.peak.text() if isinstance(self._root, ModelRoot) else ""
         found = replace(self._start.report(gather=gather), peak=peak, recomputes=self.recomputes)
         weights, gradients = self.weights, self.gradients
-        if self.mode == "checkpoint" or (self.mode is False and not (weights or gradients)):
+        if self.is_off or (found.last and self.mode in (False, "checkpoint") and not (weights or gradients)):
             found = replace(found, remark=nothing if self.is_off else found.remark or nothing)
         return replace(
             found,
@@ -183,21 +185,17 @@ class Applied:
             gradients=None if gradients is None else replace(gradients),
         )
 
-    def explain(self) -> Explanation | WeightFigures | GradientFigures:
-        """What mode "auto" chose for each block, what it costs, and what a larger budget would save. Blocks
-        the host: for about 0.1 s, to solve for that budget. In another mode with `weights=`: what streams,
-        and what a GB more would gain; with `gradients=` alone, what waits. Raises ValueError in another mode
-        without."""
+    def explain(self) -> Explanation:
+        """What mode "auto" chose for each block, what it costs, and what a larger budget would save; of
+        other modes what they do, and the report's verdict. Beside each, which weights stream, what a GB more
+        of them would gain, and which gradients wait. Blocks the host: in "auto" for about 0.1 s, to solve for
+        that budget."""
+        report = self.report()
+        beside = "" if report.streamed is None else str(report.streamed)
         if self._auto is not None:
-            return self._auto.explain()
-        if self.weights is not None:
-            return replace(self.weights)
-        if self.gradients is not None:
-            return replace(self.gradients)
-        raise ValueError(
-            f"explain() on {self!r}: it is of mode='auto', which chooses, and of weights= and gradients=; "
-            "report() is of every mode"
-        )
+            return replace(self._auto.explain(), beside=beside)
+        state = f"{WHAT[self.mode]}\n{report.verdict}"
+        return Explanation(state=state, is_final=True, mode=str(self.mode or "off"), beside=beside)
 
     def remove(self, device: torch.device | int | str | None = None) -> None:
         """Take every hook off: the model is as it was, with its weights where `apply` found them, on the CPU

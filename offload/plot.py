@@ -24,7 +24,7 @@ from offload.telemetry.drawing import draw
 from offload.telemetry.lines import can_be_written
 from offload.telemetry.timeline import Timeline
 from offload.telemetry.trace import Trace
-from offload.telemetry.verdict import verdict
+from offload.telemetry.verdict import saved_text, stall_text
 
 __all__ = ["Trace", "plot", "tracing"]
 
@@ -78,10 +78,10 @@ def plot(path: str | Path, shown: Trace | Explanation, *, title: str | None = No
 
 
 def _title(timeline: Timeline) -> str:
-    return verdict(
-        held_bytes=max(sample.saved_bytes for sample in timeline.memory),
-        without_bytes=max(sample.without_bytes for sample in timeline.memory),
-        moved_bytes=sum(span.nbytes for span in timeline.spans if span.kind == "spill"),
-        stall_ms=sum(span.end_ms - span.start_ms for span in timeline.spans if span.kind == "stall"),
-        step_ms=timeline.duration_ms,
+    saved = saved_text(
+        max(sample.saved_bytes for sample in timeline.memory),
+        max(sample.without_bytes for sample in timeline.memory),
+        sum(span.nbytes for span in timeline.spans if span.kind == "spill"),
     )
+    stall_ms = sum(span.end_ms - span.start_ms for span in timeline.spans if span.kind == "stall")
+    return f"{saved}; {stall_text(stall_ms, timeline.duration_ms)}"

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from offload.groups.manager import GroupsManager
 from offload.marks import existing_manager
 from offload.modules.auto import Auto
-from offload.planner.explained import Explanation
+from offload.modules.peak import device_peak_bytes
+from offload.planner.explained import Explanation, folded
 from offload.sizes import bytes_text, enough_text
 from offload.telemetry.figures import Figures, KindFigures, Ledger
 from offload.telemetry.page import WORTH, Page, Table, write_page
 from offload.telemetry.trace import Trace
-from offload.telemetry.verdict import verdict
+from offload.telemetry.verdict import saved_text, stall_text
 from offload.weights.figures import GradientFigures, WeightFigures
 
 __all__ = ["Report", "ReportStart", "report"]
@@ -32,6 +33,7 @@ _NO_MANAGER = (
     "nothing is offloaded: there is no manager in this process. Call offload.apply(model), or "
     "offload.configure() and marks"
 )
+_TO_DO = "\nnext: run a step (forward, backward, optimizer.step(), or step_end() after marks), and ask then"
 _SIMULATED = "on a simulated link (stalls are its copies', a step's time is the host's)"
 _CLOSED = (
     "these figures end where the manager that they are of was closed or reset; offload.report() has those "
@@ -65,6 +67,10 @@ class Report:
 
     remark: str = ""
     """Why there are no figures, or none of now."""
+
+    device_peak_bytes: int | None = None
+    """Active bytes of all kinds on the GPU, at most, since torch's peak was last reset, as mode "auto" does
+    while it measures. None without a GPU."""
 
     peak: str = ""
     """In which phase of a step the device's memory is highest, where `apply` has seen it."""
@@ -113,7 +119,7 @@ class Report:
             tables=[self._kinds(), self._groups(), self._stayed(), self._ranks(), self._figures()],
             choices=choices,
             choice=None if self.explained is None else Table(*self.explained.table()),
-            text="" if self._streamed is None else str(self._streamed),
+            text="" if self.streamed is None else str(self.streamed),
             footer=f"{rank}{where}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M:%S')}.",
             timeline=None if trace is None else trace.timeline,
         )
@@ -122,10 +128,6 @@ class Report:
     def _lead(self) -> list[str]:
         """The first lines of a page."""
         lines = [line.removeprefix("offload: ") for line in self.verdict.splitlines()]
-        if not lines:
-            moves = [f"{kind}: {out} out, {back} back" for kind, _, _, out, back, _ in self._moves()]
-            line = "; ".join(moves) or "no step with offload has ended yet"
-            lines = [line if self._streamed is None else self._streamed.line()]
         beside = [self.link, self.remark if self.remark not in self.verdict else "", self.peak]
         return [line[:1].upper() + line[1:] for line in (*lines, *beside) if line]
 
@@ -144,6 +146,7 @@ class Report:
             "device_limit_by": self.device_limit_by,
             "since": self.since,
             "verdict": self.verdict,
+            "device_peak_bytes": self.device_peak_bytes,
             "peak": self.peak,
             "recomputes": self.recomputes,
             "kinds": {kind: asdict(figures) for kind, figures in self.kinds.items()},
@@ -155,42 +158,49 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """What left the device, what a step waits for it, and the next change to make: two lines; "" before
-        a step has ended, or where only weights, gradients or the optimizer's state were to leave."""
-        moved = any(one.out_bytes + one.in_bytes for one in self.kinds.values())
-        others = self._streamed is not None or (self.remark and moved)
-        if self.last is None or (others and not self.total.groups):
-            return ""
+        """What was on the device at most, what left of each kind, and what a step waits for it; in a second
+        line, the next change to make. Before a step has ended: why nothing is known, and what to do."""
+        last, others, peak_bytes = self.last, self._others(), self.device_peak_bytes
+        parts = [f"device memory at most {bytes_text(peak_bytes)} active"] if peak_bytes else []
+        if last is None and not others:
+            why, is_final = self.remark or "no step with offload has ended yet", bool(self.remark)
+            if self.explained is not None and not self.remark:
+                why, is_final = str(self.explained).partition("\n")[0], self.explained.is_final
+            return f"offload: {'; '.join([*parts, why])}{_TO_DO * (not is_final)}"
+        last = last or Figures()
         if self.recomputes and not self.total.saved_bytes:
-            steps = self.total.steps
-            did = f"{self.recomputes:,} forwards of blocks recomputed in {steps:,} steps, 0 B moved"
-            return f"offload: {did}\n{self._next(self.last)}"
-        line = verdict(
-            held_bytes=self.last.peak_bytes,
-            without_bytes=self.last.would_hold_bytes,
-            moved_bytes=self.last.moved_bytes,
-            stall_ms=self.last.stall_ms,
-            step_ms=self.last.step_ms,
-        )
-        return f"offload: {line}\n{self._next(self.last)}"
+            did = f"{self.recomputes:,} forwards of blocks recomputed in {self.total.steps:,} steps"
+            parts.append(f"{did}, no saved tensor moved")
+        elif self._takes_saved or not others:
+            parts.append(saved_text(last.peak_bytes, last.would_hold_bytes, last.moved_bytes))
+        parts += [*others, stall_text(last.stall_ms, last.step_ms)]
+        return f"offload: {'; '.join(parts)}\n{self._next(last)}"
+
+    def _others(self) -> list[str]:
+        """What kinds beside saved tensors have on each side, for the verdict."""
+        return [
+            f"{kind}: {device} on the device, {host} on the host"
+            for kind, device, host, *_ in self._moves()
+            if kind != "activations"
+        ]
 
     @property
-    def _streamed(self) -> WeightFigures | GradientFigures | None:
-        """Weights' have those of gradients in them."""
+    def _takes_saved(self) -> bool:
+        """Whether saved tensors were to leave."""
+        return bool(self.total.groups or self.total.saved_bytes)
+
+    @property
+    def streamed(self) -> WeightFigures | GradientFigures | None:
+        """Figures of weights, which have those of gradients in them, or of gradients alone."""
         return self.weights or self.gradients
 
     def __str__(self) -> str:
         steps = self.total.steps
         title = f"offload report: {steps:,} step{'s' * (steps != 1)} since {self.since}"
-        if not steps:
-            none = f"{title}; {self.remark or 'no step with offload has ended yet'}"
-            kinds = self._kinds()
-            kinds_text = _text(kinds) if kinds.rows else ""
-            return "\n\n".join(str(each) for each in (none, kinds_text, self._streamed) if each)
-        parts = [*filter(None, [self.verdict]), f"{title}{self.link and ', ' + self.link}"]
+        parts = [self.verdict, f"{title}{self.link and ', ' + self.link}"]
         parts += [self.remark] if self.remark and self.remark not in self.verdict else []
         parts += [_text(table) for table in (self._figures(), self._kinds()) if table.rows]
-        parts += [str(each) for each in (self._streamed, self.peak) if each]
+        parts += [str(each) for each in (self.streamed, self.peak) if each]
         parts += [_text(table) for table in (self._groups(), self._stayed(), self._ranks()) if table.rows]
         return "\n\n".join(parts)
 
@@ -217,16 +227,27 @@ class Report:
         ]
 
     def _limit(self) -> str:
-        names = {"auto": "what device_total leaves", "config": "device_limit", "": "device_limit"}
+        leaves = "what mode='auto' planned for" if self._is_free else "what device_total leaves"
+        names = {"auto": leaves, "config": "device_limit", "": "device_limit"}
         name = names.get(self.device_limit_by, self.device_limit_by)
         return f"{name} ({bytes_text(self.device_limit_bytes or 0)})"
 
+    @property
+    def _is_free(self) -> bool:
+        """Mode "auto" without a device_total."""
+        return self.explained is not None and self.explained.total_bytes is None
+
     def _next(self, last: Figures) -> str:
         shown = last if self.total.moved_bytes else self.total
-        if not shown.moved_bytes:
+        alone = not self._takes_saved and self._others()
+        if not (shown.moved_bytes or alone):
             why = self.remark or self._why_nothing(shown)
             return f"Why nothing left{' in the last step' * (shown is last)}: {why}"
-        limit = "device_total" if self.device_limit_by == "auto" else "device_limit"
+        marked = self.total.saved_bytes and not self.total.groups  # by a watermark alone
+        limit = "device_total" if self.device_limit_by == "auto" else "high=" if marked else "device_limit"
+        more, less = f"raise {limit}", f"a lower {limit}"
+        if limit == "device_total" and self._is_free:
+            more, less = "give device_total=, for a bound", "a device_total"
         if last.no_host_bytes:
             needed = max(last.host_lent_bytes, last.moved_bytes) + last.no_host_bytes
             change = (
@@ -235,19 +256,23 @@ class Report:
             )
         elif last.over_limit_bytes:
             passed = f"{bytes_text(last.over_limit_bytes)} at once beyond {self._limit()}"
-            change = f"{passed}; raise {limit}, or mark smaller groups"
+            change = f"{passed}; {more}{', or mark smaller groups' * (limit == 'device_limit')}"
         elif self.follows_no_plan:
             change = "mode='auto' follows no plan: explain() of its handle says why, and what is done instead"
         elif last.stall_ms > WORTH * last.step_ms and not self.link:
             fewer = ", offload fewer groups (modules=...), or recompute (mode='auto', 'hidden_states')"
             fewer = "; explain() has what that saves" if limit == "device_total" else fewer
-            change = f"more leaves than can be copied beside compute; raise {limit}{fewer}"
+            change = f"more leaves than can be copied beside compute; {more}{fewer}"
+            if alone:
+                change = "more is copied than compute hides; compute more tokens a forward, or move less"
         elif last.peak_bytes >= last.would_hold_bytes > 0:
-            change = f"as much was on the device as if nothing had left; set a lower {limit}"
+            change = f"as much was on the device as if nothing had left; set {less}"
         elif self.link:
             change = "nothing that shows without a GPU"
+        elif alone:
+            change = "nothing; saved tensors stay as they are: a mode= beside moves or recomputes them"
         else:
-            change = f"nothing; a lower {limit} frees more, while stalls stay below {WORTH:.0%}"
+            change = f"nothing; {less} frees more, while stalls stay below {WORTH:.0%}"
         return f"next: {change}"
 
     def _why_nothing(self, total: Figures) -> str:
@@ -273,7 +298,7 @@ class Report:
 
     def _groups(self) -> Table:
         groups = {} if self.last is None else self.last.groups
-        rows = [
+        rows = folded(
             (
                 name,
                 bytes_text(group.saved_bytes),
@@ -282,7 +307,7 @@ class Report:
                 bytes_text(group.no_host_bytes),
             )
             for name, group in groups.items()
-        ]
+        )
         headers = ("last step, by group", "saved", "moved", "kept by plan", "no host memory")
         return Table(headers, rows, "No group was committed in it.")
 
@@ -349,6 +374,7 @@ def _report(
         device_limit_by=limit_by,
         # until it has one, it bounds what recomputes leave, and not the device
         follows_no_plan=limits is not None and limits.held_by("again_room_bytes") == "auto" != limit_by,
+        device_peak_bytes=device_peak_bytes(None if manager is None else manager.engine.device.torch_device),
         link=_SIMULATED if manager is not None and not manager.engine.device.pins else "",
         remark=_NO_MANAGER if manager is None else "",
         explained=_explained(manager),
@@ -378,7 +404,7 @@ def _rows(last: Figures, total: Figures, beyond: str) -> Iterator[tuple[str, tup
 
     def row(label: str, name: str, *, always: bool = True) -> Iterator[tuple[str, tuple[str, str]]]:
         values = (getattr(last, name), getattr(total, name))
-        if always or any(values):
+        if any(values) or (always and total.saved_bytes):
             yield label, (bytes_text(values[0]), bytes_text(values[1]))
 
     yield from row("saved for the backward, and may leave", "saved_bytes")
@@ -406,6 +432,8 @@ def _rows(last: Figures, total: Figures, beyond: str) -> Iterator[tuple[str, tup
             "  the host was blocked",
             (f"{last.disk_blocked_ms:,.1f} ms", f"{total.disk_blocked_ms:,.1f} ms"),
         )
+    if not total.steps:
+        return
     stalls = [f"{found.stall_ms:,.1f} ms; {found.stall_count:,} waits" for found in (last, total)]
     yield "stalls: time of the step before; waits of this one", (stalls[0], stalls[1])
 

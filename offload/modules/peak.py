@@ -25,11 +25,13 @@ OPTIMIZER: Final = "the optimizer's step"
 _STEPS = 2  # in the first the optimizer makes its state
 
 
-def device_peak_bytes() -> int | None:
-    """Active bytes at most since torch began to count; None without a GPU. Blocks the host: never."""
+def device_peak_bytes(device: torch.device | None = None) -> int | None:
+    """Active bytes at most since torch began to count, of the current GPU where `device` is none. None where
+    there is no GPU. Blocks the host: never."""
     if not torch.cuda.is_available():
         return None
-    return int(torch.cuda.memory_stats()["active_bytes.all.peak"])
+    where = device if device is not None and device.type == "cuda" else None
+    return int(torch.cuda.memory_stats(where).get("active_bytes.all.peak", 0))
 
 
 class PeakWatch:

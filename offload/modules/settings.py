@@ -23,6 +23,7 @@ __all__ = [
     "ALL_TENSORS",
     "EXCLUDED",
     "RECOMPUTING",
+    "WHAT",
     "WITHOUT_BLOCKS",
     "call_if_there",
     "check_arguments",
@@ -62,6 +63,19 @@ EXCLUDED: Final[tuple[tuple[str, tuple[Mode, ...], str], ...]] = (
     ("recompute_differs", _all_but(*RECOMPUTING), ", which recomputes nothing; leave it out"),
 )
 """Arguments of `apply`, the modes that each of them excludes, and why, with the next step."""
+
+WHAT: Final[Mapping[Mode, str]] = {
+    False: "no saved tensor leaves, and nothing is recomputed",
+    "checkpoint": "each block is recomputed in the backward, and no saved tensor leaves",
+    "hidden_states": "each block is recomputed in the backward, and its input waits on the host",
+    "selective": "each block is recomputed but for matrix products and attention, and leaves as in 'groups'",
+    "groups": "what blocks save leaves, as far as the plan and device_limit ask",
+    True: "every saved tensor leaves, but for the output head's",
+    "legacy": "every saved tensor leaves, but for the output head's, and each copy is waited for",
+    "disk": "every saved tensor leaves, but for the output head's, and goes on to a file",
+    "watermark": "the oldest saved tensors leave, once device memory comes to the high mark",
+}
+"""What becomes of saved tensors in each mode that does not choose."""
 
 _SHARED_CACHES = {"num_kv_shared_layers": "shared_kv_states", "recurrent_kv_cache_mode": ""}
 """Settings of models whose layers share keys and values, and the argument of a forward that hands them on

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from offload.policy.actions import ChunkKey
 from offload.policy.mixture import MixedPlan, scaled
 from offload.sizes import bytes_text
 
-__all__ = ["BlockShare", "Explanation", "KindShare"]
+__all__ = ["BlockShare", "Explanation", "KindShare", "folded"]
 
 _MORE = 0.1
 """Of the total: how much larger the budget is of which the gain is told."""
@@ -65,6 +65,17 @@ class KindShare(NamedTuple):
     next_gb_s: float | None
 
 
+def folded(rows: Iterable[tuple[str, ...]]) -> list[list[str]]:
+    """Rows whose names differ in numbers alone, and whose figures are equal, are one: of each of them."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, *figures in rows:
+        names.setdefault((re.sub(r"\d+", "#", name), *figures), []).append(name)
+    return [
+        [own[0] if len(own) == 1 else f"{own[0]} .. {own[-1]} ({len(own)} alike)", *figures]
+        for (_, *figures), own in names.items()
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
     """What is followed now.
@@ -79,9 +90,13 @@ class Explanation:
     moved_bytes  what the last step moved to the host, whatever was planned; None where that is not known
     kinds        weights, gradients, optimizer's state and activations under the one total; () where all but
                  activations stays
+    mode         that this is of; one that chooses nothing has a state alone
+    beside       weights and gradients that wait on the host, in words
     """
 
     state: str
+    mode: str = "auto"
+    beside: str = ""
     is_final: bool = False
     names: Mapping[ChunkKey, tuple[str, ...]] = field(default_factory=dict)
     total_bytes: int | None = None
@@ -171,23 +186,26 @@ class Explanation:
         return more, max(0.0, plan.predicted_step_s - then.predicted_step_s) * 1e3
 
     def table(self) -> tuple[tuple[str, ...], list[list[str]]]:
-        """Headers, and a row a block. Blocks whose names differ in numbers alone are one row where all of
-        their figures are equal: those of each of them."""
-        names: dict[tuple[str, ...], list[str]] = {}
-        for share in self.shares:
-            levels = ", ".join(f"{count} {level}" for level, count in share.levels.items())
-            figures = [*map(bytes_text, share[1:5]), f"{share.recompute_ms:.1f}", levels]
-            names.setdefault((re.sub(r"\d+", "#", share.name), *figures), []).append(share.name)
-        rows = [
-            [own[0] if len(own) == 1 else f"{own[0]} .. {own[-1]} ({len(own)} alike)", *figures]
-            for (_, *figures), own in names.items()
-        ]
+        """Headers, and a row a block, equal ones folded."""
+        rows = folded(
+            (
+                share.name,
+                *map(bytes_text, share[1:5]),
+                f"{share.recompute_ms:.1f}",
+                ", ".join(f"{count} {level}" for level, count in share.levels.items()),
+            )
+            for share in self.shares
+        )
         return ("block", "saves", "kept", "moved", "recomputed", "recompute, ms", "forwards"), rows
 
     def __str__(self) -> str:
+        kinds = f"\n{self.kinds_text()}" if self.kinds else ""
+        return "\n".join(filter(None, [self._of_blocks(), kinds, self.beside]))
+
+    def _of_blocks(self) -> str:
         plan = self.plan
         if plan is None:
-            return f"auto: {self.state}" + (f"\n\n{self.kinds_text()}" if self.kinds else "")
+            return f"{self.mode}: {self.state}"
         plain_ms, planned_ms = plan.plain_s * 1e3, plan.predicted_step_s * 1e3
         lines = [
             f"auto: {self.state}",
@@ -213,8 +231,7 @@ class Explanation:
                 f"{bytes_text(self.moved_bytes)}: tensors move whole."
             )
         table = tabulate(rows, headers=headers, colalign=("left", *["right"] * 5, "left"))
-        kinds = ["", self.kinds_text()] if self.kinds else []
-        return "\n".join([*lines, "", table, "", *self.margins(), *kinds])
+        return "\n".join([*lines, "", table, "", *self.margins()])
 
     def margins(self) -> list[str]:
         """What more memory would change; [] where that is not known."""

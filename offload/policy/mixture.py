@@ -227,10 +227,11 @@ def cheapest_mixture(
     if most_slower < 0:
         raise ValueError(f"most_slower is {most_slower}; give 0 or more")
     choose = partial(choose_mixture, actions, blocks, rates, rest_s=rest_s, rest=rest)
-    enough = sum(block.menu[0].saved_bytes for own in blocks.values() for block in own)
+    saved = [block.menu[0].saved_bytes for own in blocks.values() for block in own]
+    enough, too_little = sum(saved), max(saved, default=0) - 1  # one block's are there at once
     found = choose(enough, max_trials=1)
     # 1e-9: the same seconds, summed in another order, are a little more or less
-    most_s, too_little = found.predicted_step_s * (1 + max(most_slower, 1e-9)), -1
+    most_s = found.predicted_step_s * (1 + max(most_slower, 1e-9))
     for _ in range(_BISECTIONS):
         middle = (too_little + enough) // 2
         if enough - too_little <= 1:

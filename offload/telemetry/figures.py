@@ -230,6 +230,8 @@ def figures_of(
     left = stats.kept_bytes - by_plan - no_host
     denied = max(0, min(left, stats.refused_bytes - no_host))
     limit = device_limit_bytes
+    if not groups:
+        would_hold_bytes = 0  # the plan is of other steps
     if would_hold_bytes or not stats.spill_bytes:
         would_hold_bytes = max(would_hold_bytes, stats.device_bytes_peak)
     return replace(

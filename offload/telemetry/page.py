@@ -119,29 +119,34 @@ def _answer(figures: Mapping[str, Any], simulated: bool) -> dict[str, str]:
 
 
 def _tiles(figures: Mapping[str, Any], simulated: bool) -> list[dict[str, Any]]:
-    last = figures["last_step"]
+    last, peak_bytes = figures["last_step"], figures["device_peak_bytes"]
     if not last:
         return []
 
-    def tile(name: str, label: str, beside: str = "", share: float | None = None) -> dict[str, Any]:
-        text = bytes_text(last[name])
-        found = {"name": name, "label": label, "value": last[name], "text": text}
+    def tile(name: str, label: str, value: int, beside: str, share: float | None = None) -> dict[str, Any]:
+        found = {"name": name, "label": label, "value": value, "text": bytes_text(value)}
         return found | {"beside": beside, "share": share}
 
-    held, without = last["peak_bytes"], last["would_hold_bytes"]
-    instead = f"instead of {bytes_text(without)} if nothing had left" if without else ""
-    share, of_saved = (held / without if without else None), f"of {bytes_text(last['saved_bytes'])} saved"
-    stalls = tile("stall_ms", "Compute waited for copies")
+    tiles = [tile("device_peak_bytes", "Device memory, at most", peak_bytes, "active")] if peak_bytes else []
+    if figures["saved_bytes"]:
+        held, without, moved = last["peak_bytes"], last["would_hold_bytes"], last["moved_bytes"]
+        instead = f"instead of {bytes_text(without)} if nothing had left" if without else ""
+        share, of_saved = (held / without if without else None), f"of {bytes_text(last['saved_bytes'])} saved"
+        tiles += [
+            tile("peak_bytes", "Saved tensors on the device, at most", held, instead, share),
+            tile("moved_bytes", "Moved to the host in the last step", moved, of_saved),
+        ]
+    for kind, one in figures["kinds"].items():
+        if kind != "activations":
+            beside = f"on the device; {bytes_text(one['host_bytes'])} on the host"
+            tiles.append(tile(kind, kind.capitalize(), one["device_bytes"], beside))
+    stalls = tile("stall_ms", "Compute waited for copies", last["stall_ms"], "")
     stalls["text"] = f"{last['stall_ms']:,.1f} ms"
     if last["step_ms"]:
         stalls["text"] += f" ({last['stall_ms'] / last['step_ms']:.1%})"
         stalls["beside"] = f"of a step of {last['step_ms']:,.1f} ms" + ", simulated" * simulated
-    return [
-        tile("peak_bytes", "Saved tensors on the device, at most", instead, share),
-        tile("moved_bytes", "Moved to the host in the last step", of_saved),
-        stalls,
-        tile("host_bytes", "Pinned host memory", f"{bytes_text(last['host_lent_bytes'])} in use at once"),
-    ]
+    in_use = f"{bytes_text(last['host_lent_bytes'])} in use at once"
+    return [*tiles, stalls, tile("host_bytes", "Pinned host memory", last["host_bytes"], in_use)]
 
 
 def _pictures(timeline: Timeline) -> dict[str, Any]:

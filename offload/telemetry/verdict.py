@@ -1,4 +1,4 @@
-"""What offload achieved in a step, in one line: the first of a report, and the title of a trace's picture.
+"""What offload achieved in a step, in words: of a report's first line, and the title of a trace's picture.
 
 One invariant: both say the same of the same figures.
 """
@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from offload.sizes import bytes_text
 
-__all__ = ["verdict"]
+__all__ = ["saved_text", "stall_text"]
 
 
-def verdict(*, held_bytes: int, without_bytes: int, moved_bytes: int, stall_ms: float, step_ms: float) -> str:
-    """The line, without an end.
-
-    held_bytes, without_bytes: saved tensors on the device at once, at most, and what they would be if none
-        had left; 0 where that is not known. moved_bytes: copied to the host in the step.
-    stall_ms, step_ms: time that compute waited for copies, and the step's; 0 where that is not known.
-    """
+def saved_text(held_bytes: int, without_bytes: int, moved_bytes: int) -> str:
+    """held_bytes, without_bytes: saved tensors on the device at once, at most, and what they would be if none
+    had left; 0 where that is not known. moved_bytes: copied to the host in the step."""
     share = f"{held_bytes / without_bytes:.0%}" if without_bytes else ""
     instead = share and f" instead of {bytes_text(without_bytes)} ({share})"
-    stalls = f"{stall_ms / step_ms:.1%} of a step of {step_ms:,.1f} ms" if step_ms else "known a step later"
-    moved = bytes_text(moved_bytes)
-    return f"saved tensors at most {bytes_text(held_bytes)} at once{instead}, {moved} moved; stalls {stalls}"
+    return f"saved tensors at most {bytes_text(held_bytes)} at once{instead}, {bytes_text(moved_bytes)} moved"
+
+
+def stall_text(stall_ms: float, step_ms: float) -> str:
+    """Times that compute waited for copies, and the step's; 0 where that is not known."""
+    share = f"{stall_ms / step_ms:.1%} of a step of {step_ms:,.1f} ms" if step_ms else "known a step later"
+    return f"stalls {share}"

@@ -39,8 +39,8 @@ README_SAYS = (
     """
 figures = offload.report().as_dict()
 assert figures["last_step"]["saved_bytes"] == 32 * 2 * 8192 * 128 * 4, figures
-assert figures["last_step"]["moved_bytes"] > 0, figures
-assert figures["peak_bytes"] <= 250_000_000, figures
+assert figures["last_step"]["moved_bytes"] > 100e6 or torch.cuda.is_available(), "it shows what leaves"
+assert figures["peak_bytes"] <= 150_000_000, figures
 offload.PipelineOffloadManager.close_instance()
 """,
     # each layer saves what up and down are given, and what act is given

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 import offload
 from offload import PipelineOffloadManager
+from offload.report import Report
+from offload.telemetry.figures import Figures
 from tests.unit.groups.stack import build_manager, installed
 from tests.unit.modules.training import build, train
 
@@ -238,3 +241,123 @@ def test_weights_that_do_not_stream_say_why() -> None:
     vars(given[1][0])["_hf_hook"] = SimpleNamespace(hooks=[SimpleNamespace(offload=True)])
     with pytest.raises(ValueError, match=r"accelerate has offloaded '1.0', .*remove_hook_from_module"):
         offload.apply(given, weights="host", min_numel=1)
+
+
+WHOLE = {"weights": "host", "optimizer": "its"}
+TRIES: dict[str, tuple[dict[str, Any], str]] = {
+    "off": ({"mode": "off"}, "mode=False, as it was asked"),
+    "checkpoint": (
+        {"mode": "checkpoint"},
+        "6 forwards of blocks recomputed in 3 steps, no saved tensor moved",
+    ),
+    "hidden_states": ({"mode": "hidden_states"}, "saved tensors at most "),
+    "selective": ({"mode": "selective"}, "saved tensors at most "),
+    "groups": ({"mode": "groups"}, "saved tensors at most "),
+    "auto": ({"mode": "auto"}, "saved tensors at most "),
+    "True": ({"mode": True}, "saved tensors at most "),
+    "legacy": ({"mode": "legacy"}, "saved tensors at most "),
+    "disk": ({"mode": "disk"}, "saved tensors at most "),
+    "watermark": ({"mode": "watermark", "high": "1kB"}, "saved tensors at most "),
+    "off, gradients": ({"gradients": "host"}, "gradients: 4.10 kB on the device, 8.19 kB on the host"),
+    "off, optimizer": ({"optimizer": "its"}, "optimizer: 16.90 kB on the device, 16.90 kB on the host"),
+    "off, weights": (WHOLE, "weights: 8.19 kB on the device, 8.19 kB on the host; gradients: "),
+    "checkpoint, weights": (WHOLE | {"mode": "checkpoint"}, "no saved tensor moved; weights: 8.19 kB on "),
+    "auto, weights": (WHOLE | {"mode": "auto"}, "; weights: 8.19 kB on the device"),
+}
+
+
+@pytest.mark.parametrize("what", TRIES)
+def test_whatever_is_tried_is_explained_and_its_report_says_what_to_do_next(
+    what: str, manager: PipelineOffloadManager, tmp_path: Path
+) -> None:
+    """`explain()` raised in all modes but "auto", so README's snippet with another `mode=` ended in an error;
+    the verdict was empty before a step, and of weights, gradients and an optimizer; with "checkpoint" or
+    "hidden_states" beside them it was of saved tensors alone."""
+    options, did = TRIES[what]
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(2)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    if "optimizer" in options:
+        options = options | {"optimizer": optimizer}
+    with offload.apply(model, min_numel=33, **options) as handle:
+        first = handle.report().verdict
+        if what != "off":
+            assert first.endswith(
+                "(forward, backward, optimizer.step(), or step_end() after marks), and ask then"
+            )
+        assert first in str(handle.report())
+        handle.explain()
+        for _ in range(3):
+            model(torch.randn(64, 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        report = handle.report()
+        assert did in report.verdict
+        assert ("\nnext: " in report.verdict) == (what not in ("off", "checkpoint"))
+        explained = str(handle.explain())
+        assert explained.startswith(f"{what.partition(',')[0]}: ")
+        for line in report.verdict.splitlines() if "auto" not in what else ():
+            assert line in explained
+        assert ("weights: 2 blocks of 8.19 kB wait on the host" in explained) == ("weights" in what)
+        is_known = "saved tensors at most" in report.verdict and what != "watermark"
+        assert ("if nothing had left" in str(report)) == is_known
+        report.save(tmp_path / "page.html")
+        cards_of_nothing = (tmp_path / "page.html").read_text().count('">0 B</data>')
+        assert cards_of_nothing == (what == "checkpoint")  # pinned memory
+
+
+def test_the_most_memory_of_all_kinds_is_what_a_verdict_begins_with() -> None:
+    found = Report(since="apply", last=Figures(steps=1), device_peak_bytes=42_600_000_000)
+    assert found.verdict.startswith("offload: device memory at most 42.60 GB active; saved tensors at most ")
+
+
+def test_auto_without_a_total_is_not_told_to_raise_it(manager: PipelineOffloadManager) -> None:
+    """It had planned for less than one block saves, and said "raise device_total", which nobody had given."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+    with offload.apply(model, "auto", min_numel=1) as handle:
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(8):
+            model(torch.randn(64, 32)).square().mean().backward()
+            optimizer.step()
+        last, explained = handle.report().last, handle.explain()
+        assert " alike)" in str(handle.report()), "equal groups are one row"
+        assert last is not None
+        assert explained.plan is not None
+        assert last.over_limit_bytes == 0
+        assert explained.plan.problem.limit_bytes >= 2 * 64 * 32 * 4
+    last = replace(last, over_limit_bytes=5)
+    free = Report(since="apply", total=last, last=last, device_limit_by="auto", explained=explained)
+    assert free.verdict.endswith("beyond what mode='auto' planned for (0 B); give device_total=, for a bound")
+
+
+def test_a_ring_for_the_optimizers_state_is_no_larger_than_what_passes_through_it() -> None:
+    """201 MB on the device for 33.6 MB of state: three slots for one bucket."""
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offload.apply(model, optimizer=optimizer) as handle:
+        for _ in range(2):
+            model(torch.randn(4, 64)).sum().backward()
+            optimizer.step()
+        state = handle.report().kinds["optimizer"]
+        assert state.device_bytes == state.host_bytes == 2 * (64 * 64 + 64) * 4
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return x + y
+
+
+def test_the_picture_has_the_peak_that_the_headline_has() -> None:
+    """16.84 and 29.49 MB on one page: bytes were looked at where groups begin and end and copies start."""
+    offload.configure(offload.OffloadConfig(), device="sim")
+    parts = [(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6)]
+    model = nn.Sequential(*(Residual(*part) for part in parts))
+    with offload.apply(model, "groups", device_limit="200kB", min_numel=1) as handle:
+        for _ in range(4):
+            with offload.tracing() as trace:
+                for _ in range(2):
+                    model(torch.randn(64, 32)).square().mean().backward()
+                offload.step_end()
+            last = handle.report().last
+            assert last is not None
+            assert max(sample.saved_bytes for sample in trace.timeline.memory) == last.peak_bytes

@@ -373,13 +373,6 @@ def test_a_model_that_checkpoints_its_layers_is_refused(methods: tuple[str, ...]
         offload.apply(model, "auto")
 
 
-def test_explain_is_of_mode_auto_alone() -> None:
-    handle = offload.apply(Model(), "groups")
-    with pytest.raises(ValueError, match="it is of mode='auto'"):
-        handle.explain()
-    handle.remove()
-
-
 def test_the_head_and_the_loss_have_the_room_that_they_were_measured_to_need(
     follows_plans: None, manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
