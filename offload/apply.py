@@ -176,14 +176,11 @@ class Applied:
         nothing = f"{asked}: no saved tensor of {self._name} leaves; other modes take less memory"
         peak = self._root.peak.text() if isinstance(self._root, ModelRoot) else ""
         found = replace(self._start.report(gather=gather), peak=peak, recomputes=self.recomputes)
-        weights, gradients = self.weights, self.gradients
-        if self.is_off or (found.last and self.mode in (False, "checkpoint") and not (weights or gradients)):
+        found = replace(found, weights=self.weights and replace(self.weights))
+        found = replace(found, gradients=self.gradients and replace(self.gradients))
+        if self.is_off or (found.last and self.mode in (False, "checkpoint") and not found.streamed):
             found = replace(found, remark=nothing if self.is_off else found.remark or nothing)
-        return replace(
-            found,
-            weights=None if weights is None else replace(weights),
-            gradients=None if gradients is None else replace(gradients),
-        )
+        return found
 
     def explain(self) -> Explanation:
         """What mode "auto" chose for each block, what it costs, and what a larger budget would save; of

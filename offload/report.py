@@ -228,8 +228,8 @@ class Report:
 
     def _limit(self) -> str:
         leaves = "what mode='auto' planned for" if self._is_free else "what device_total leaves"
-        names = {"auto": leaves, "config": "device_limit", "": "device_limit"}
-        name = names.get(self.device_limit_by, self.device_limit_by)
+        by = self.device_limit_by
+        name = {"auto": leaves, "config": "device_limit", "": "device_limit"}.get(by, by)
         return f"{name} ({bytes_text(self.device_limit_bytes or 0)})"
 
     @property
@@ -298,18 +298,12 @@ class Report:
 
     def _groups(self) -> Table:
         groups = {} if self.last is None else self.last.groups
-        rows = folded(
-            (
-                name,
-                bytes_text(group.saved_bytes),
-                bytes_text(group.moved_bytes),
-                bytes_text(group.by_plan_bytes),
-                bytes_text(group.no_host_bytes),
-            )
-            for name, group in groups.items()
-        )
+        rows = []
+        for name, one in groups.items():
+            sizes = (one.saved_bytes, one.moved_bytes, one.by_plan_bytes, one.no_host_bytes)
+            rows.append((name, *map(bytes_text, sizes)))
         headers = ("last step, by group", "saved", "moved", "kept by plan", "no host memory")
-        return Table(headers, rows, "No group was committed in it.")
+        return Table(headers, folded(rows), "No group was committed in it.")
 
     def _stayed(self) -> Table:
         rows = [

@@ -292,7 +292,8 @@ class KeptCall:
             raise OffloadError(
                 f"{self.name} in a checkpointed region had inputs {_said(self._make)} in the forward and "
                 f"{_said(make)} in the recompute: the region did not call the same operators in the same "
-                "order; make it repeat itself, or take the operator off keep_ops"
+                "order; make it repeat itself, or take the operator off keep_ops, or the block out with "
+                "no_recompute="
             )
         try:
             for probe, size, version in self._watched:

@@ -23,7 +23,7 @@ from offload.engine import OffloadEngine
 from offload.optim.backward import BackwardSteps
 from offload.optim.entries import UserState
 from offload.optim.placing import Place, Placement, PlacingOptions
-from offload.optim.ranks import clip_, several_ranks, total_norm
+from offload.optim.ranks import clip_, total_norm
 from offload.optim.resident import ResidentPart
 from offload.optim.stepping import HostedSteps
 from offload.optim.touch import AwaitedWeight, WeightWatch, await_all, weakly
@@ -76,12 +76,10 @@ def checked_overlap(overlap: str, model: nn.Module | None, *, has_workers: bool,
                 f"overlap={overlap!r}: {name or 'the model'} is a FullyShardedDataParallel (FSDP1): its "
                 'flat parameter is read unseen; use overlap="step", or FSDP2'
             )
-        replicas = isinstance(module, nn.parallel.DistributedDataParallel) and several_ranks()
-        if overlap == "backward" and replicas:
+        if overlap == "backward" and isinstance(module, nn.parallel.DistributedDataParallel):
             raise ValueError(
                 f'overlap="backward" promises final gradients, and {name or "the model"} is a '
-                f"DistributedDataParallel over {torch.distributed.get_world_size()} ranks, which reduces "
-                'them later; use overlap="forward"'
+                'DistributedDataParallel, which reduces them later; use overlap="forward"'
             )
     return "forward" if overlap == "forward" else "backward"
 

@@ -187,16 +187,11 @@ class Explanation:
 
     def table(self) -> tuple[tuple[str, ...], list[list[str]]]:
         """Headers, and a row a block, equal ones folded."""
-        rows = folded(
-            (
-                share.name,
-                *map(bytes_text, share[1:5]),
-                f"{share.recompute_ms:.1f}",
-                ", ".join(f"{count} {level}" for level, count in share.levels.items()),
-            )
-            for share in self.shares
-        )
-        return ("block", "saves", "kept", "moved", "recomputed", "recompute, ms", "forwards"), rows
+        rows = []
+        for share in self.shares:
+            levels = ", ".join(f"{count} {level}" for level, count in share.levels.items())
+            rows.append((share.name, *map(bytes_text, share[1:5]), f"{share.recompute_ms:.1f}", levels))
+        return ("block", "saves", "kept", "moved", "recomputed", "recompute, ms", "forwards"), folded(rows)
 
     def __str__(self) -> str:
         kinds = f"\n{self.kinds_text()}" if self.kinds else ""

@@ -41,7 +41,11 @@ def figure_of(explained: Explanation, *, title: str | None = None) -> Any:
     explanation does, about 0.1 s.
     """
     if explained.plan is None:
-        raise ValueError(f"there is no plan to draw: {explained.state}")
+        why = explained.state.partition("\n")[0]
+        makes_one = (
+            "" if explained.mode == "auto" else f"; that is mode {explained.mode}, and 'auto' makes one"
+        )
+        raise ValueError(f"there is no plan to draw: {why}{makes_one}")
     require_matplotlib()
     from matplotlib.figure import Figure
 

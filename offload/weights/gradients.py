@@ -46,13 +46,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from offload.client import Client, weakly
 from offload.device import Event, Lane
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError
-from offload.params.home import has_own_storage
+from offload.params.home import has_own_storage, is_whole
 from offload.params.sections import check_budget
 from offload.telemetry.records import ClientStats
 from offload.telemetry.speaker import Once, speaker
@@ -130,6 +131,8 @@ class GradientStream(Client):
         self._handles: dict[Gradient, tuple[RemovableHandle, RemovableHandle]] = {}
         self.removed = False
         self._hooks = weakly(self._before), weakly(self._after)
+        self._end_watch = register_optimizer_step_post_hook(weakly(self._say_set)).remove
+        weakref.finalize(self, self._end_watch).atexit = False  # of a model that is dropped
         for gradient in self.gradients:
             gradient.holder = weakref.ref(self)
             weakref.finalize(gradient.module(), _module_is_gone, engine, gradient).atexit = False
@@ -201,13 +204,15 @@ class GradientStream(Client):
         self.figures.window_bytes = self.residency.window_bytes
         self._piece_bytes = self.residency.window_bytes // _PIECES
 
-    def _say_set(self) -> None:
-        """Once: gradients that no accumulation made. Those that were let go of stay, as that says."""
+    def _say_set(self, *stepped: object) -> None:
+        """Once: gradients that no accumulation made, seen when an optimizer has stepped, since loops clear
+        them then. Those that were let go of stay, as that says."""
         if self._open or ("set",) in self._said:
             return
         made = [each for each in self._handles if not each.known and each.now is not each.let_go()]
         able = [each for each in made if (t := each.now) is not None and may_leave(t, self._device)]
-        found = [each.name for each in able if (t := each.now) is not None and has_own_storage(t)]
+        able = [each for each in able if (t := each.now) is not None and is_whole(t)]
+        found = [each.name for each in able if ("held", each.name) not in self._said]
         if found and self._said.first("set"):
             logger.warning(
                 "%d gradients (the first: %s) were set as p.grad, not added to by a backward, as the "
@@ -346,7 +351,9 @@ class GradientStream(Client):
                 return False
             if not has_own_storage(tensor):
                 # else an optimizer has taken it in the backward, or a hook has a view of it
-                if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+                if is_whole(tensor):
+                    self._said.first("held", gradient.name)
+                else:
                     self._say_shared(gradient)
                 return False
             gradient.await_return()
@@ -546,6 +553,7 @@ class GradientStream(Client):
                 self._retire(gradient)
                 gradient.await_return()
             self.removed = True
+            self._end_watch()
             for handle in [handle for pair in self._handles.values() for handle in pair]:
                 handle.remove()
             self.residency.synchronize()

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.fx
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import offload
 from offload import PipelineOffloadManager
+from offload.errors import OffloadError
 from offload.report import Report
 from offload.telemetry.figures import Figures
 from tests.unit.groups.stack import build_manager, installed
@@ -361,3 +363,56 @@ def test_the_picture_has_the_peak_that_the_headline_has() -> None:
             last = handle.report().last
             assert last is not None
             assert max(sample.saved_bytes for sample in trace.timeline.memory) == last.peak_bytes
+
+
+def test_a_mode_that_chooses_nothing_has_no_plan_to_draw(tmp_path: Path) -> None:
+    with offload.apply(build(), "groups", min_numel=1) as handle:
+        explained = handle.explain()
+    with pytest.raises(ValueError, match=r"no plan to draw: what .*; that is mode groups, and 'auto' "):
+        offload.plot(tmp_path / "plan.png", explained)
+
+
+def test_a_loop_that_sets_gradients_is_told_that_they_stay(caplog: pytest.LogCaptureFixture) -> None:
+    """It was not: the loop had cleared them before anybody looked."""
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters())
+    with offload.apply(model, gradients="host", min_numel=1):
+        for _ in range(2):
+            found = torch.autograd.grad(model(torch.randn(4, 64)).sum(), [*model.parameters()])
+            for parameter, gradient in zip(model.parameters(), found, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            optimizer.zero_grad()
+    (said,) = caplog.messages
+    assert said.startswith("2 gradients (the first: weight) were set as p.grad, not added to by a backward")
+
+
+def test_replicas_of_one_rank_are_refused_as_those_of_several() -> None:
+    """With overlap="backward" the second step raised, a step ahead: DistributedDataParallel writes gradients
+    after their hooks whatever the number of ranks."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+        with pytest.raises(ValueError, match="DistributedDataParallel, which reduces them later; "):
+            offload.HybridDeviceOptimizer(model.parameters(), 1.0, lr=1e-3, overlap="backward", model=model)
+    finally:
+        dist.destroy_process_group()
+
+
+class OtherProduct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.randn(16, 16)), [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        return torch.tanh(x @ self.weight.repeat(1, 2 - self.calls[0] % 2))[:, :16]
+
+
+def test_selective_says_how_a_user_without_keep_ops_leaves_the_block_out() -> None:
+    """It said "take the operator off keep_ops" alone."""
+    model = nn.Sequential(OtherProduct(), OtherProduct())
+    with offload.activations(model, "selective", min_numel=1):
+        loss = model(torch.randn(4, 16)).sum()
+        with pytest.raises(OffloadError, match="off keep_ops, or the block out with no_recompute="):
+            loss.backward()
