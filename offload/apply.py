@@ -172,14 +172,15 @@ class Applied:
         """What was saved, moved and kept since `apply`, by all that is offloaded in this process, and in
         which phase of a step the device's memory is highest. gather: with every rank's figures; then all
         ranks must call. Blocks the host: only to gather."""
-        asked = f"mode={self.mode!r}, as it was asked"
-        nothing = f"{asked}: no saved tensor of {self._name} leaves; other modes take less memory"
+        nothing = f"mode={self.mode!r}, as it was asked: no saved tensor of {self._name} leaves"
         peak = self._root.peak.text() if isinstance(self._root, ModelRoot) else ""
         found = replace(self._start.report(gather=gather), peak=peak, recomputes=self.recomputes)
         found = replace(found, weights=self.weights and replace(self.weights))
         found = replace(found, gradients=self.gradients and replace(self.gradients))
-        if self.is_off or (found.last and self.mode in (False, "checkpoint") and not found.streamed):
-            found = replace(found, remark=nothing if self.is_off else found.remark or nothing)
+        if self.is_off:
+            return replace(found, remark=f"{nothing}; where a step does not fit, give another mode=")
+        if found.last and self.mode in (False, "checkpoint") and not found.streamed:
+            found = replace(found, remark=found.remark or nothing)
         return found
 
     def explain(self) -> Explanation:

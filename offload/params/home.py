@@ -15,17 +15,7 @@ from torch import Tensor, nn
 
 from offload.device import Device, Event
 
-__all__ = [
-    "HOME",
-    "Claim",
-    "Home",
-    "Stepper",
-    "has_own_storage",
-    "home_of",
-    "is_alone",
-    "is_whole",
-    "use_count",
-]
+__all__ = ["HOME", "Claim", "Home", "Stepper", "has_own_storage", "home_of", "is_alone", "use_count"]
 
 use_count = torch._C._storage_Use_Count
 """Of a storage, by its `_cdata`."""
@@ -99,14 +89,9 @@ def has_own_storage(tensor: Tensor) -> bool:
     return (
         is_alone(tensor)
         and tensor.storage_offset() == 0
-        and is_whole(tensor)
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         and tensor.untyped_storage().resizable()
     )
-
-
-def is_whole(tensor: Tensor) -> bool:
-    """Whether the tensor's storage has no byte more."""
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def is_alone(tensor: Tensor) -> bool:

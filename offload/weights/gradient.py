@@ -17,7 +17,7 @@ from offload.device import Device, Lane
 from offload.transfer.layout import is_dense
 from offload.weights.weight import BlockWeights, Holder, Weight, nobody
 
-__all__ = ["Gradient", "GradientHolder", "may_leave"]
+__all__ = ["Gradient", "GradientHolder", "is_whole", "may_leave"]
 
 
 class Gradient(Weight):
@@ -119,3 +119,8 @@ def may_leave(gradient: Tensor, device: Device) -> bool:
     """Whether a gradient is plain and dense, part of no graph, and on the device."""
     plain = type(gradient) is Tensor and not (gradient.requires_grad or gradient.is_inference())
     return plain and is_dense(gradient) and device.owns(gradient)
+
+
+def is_whole(gradient: Tensor) -> bool:
+    """Whether its storage has no byte more."""
+    return gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()

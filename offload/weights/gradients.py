@@ -53,13 +53,13 @@ from offload.client import Client, weakly
 from offload.device import Event, Lane
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError
-from offload.params.home import has_own_storage, is_whole
+from offload.params.home import has_own_storage
 from offload.params.sections import check_budget
 from offload.telemetry.records import ClientStats
 from offload.telemetry.speaker import Once, speaker
 from offload.versions import queue_callback
 from offload.weights.figures import GradientFigures
-from offload.weights.gradient import Gradient, may_leave
+from offload.weights.gradient import Gradient, is_whole, may_leave
 from offload.weights.order import Order, Pass, Use
 from offload.weights.parameters import close_behind
 from offload.weights.residency import Residency
@@ -209,7 +209,7 @@ class GradientStream(Client):
         them then. Those that were let go of stay, as that says."""
         if self._open or ("set",) in self._said:
             return
-        made = [each for each in self._handles if not each.known and each.now is not each.let_go()]
+        made = [each for each in [*self._handles] if not each.known and each.now is not each.let_go()]
         able = [each for each in made if (t := each.now) is not None and may_leave(t, self._device)]
         able = [each for each in able if (t := each.now) is not None and is_whole(t)]
         found = [each.name for each in able if ("held", each.name) not in self._said]

@@ -91,7 +91,7 @@ def test_the_report_of_a_model_for_which_nothing_was_asked_says_so(manager: Pipe
     # once it had what others moved: "Did it work? Yes"
     assert str(handle.report()).startswith(nothing)
     assert handle.report().as_dict()["moved_bytes"] == 0
-    assert handle.report().verdict == f"{nothing}; other modes take less memory"
+    assert handle.report().verdict == f"{nothing}; where a step does not fit, give another mode="
 
 
 def test_where_steps_are_inferred_nobody_asked_for_the_table_of_ranks(
