@@ -90,7 +90,7 @@ def test_nothing_that_is_under_way_is_saved(ranks: list[dict[str, Any]]) -> None
         assert rank["kinds"] == {"Tensor", "Parameter"}
 
 
-@pytest.mark.req("S3-60", "S3-61")
+@pytest.mark.req("S3-61")
 def test_experts_beside_sharded_parameters(ranks: list[dict[str, Any]]) -> None:
     """Gathered weights have no storage between their uses, and rows that are under way none of their own: the
     hooks leave both alone."""

@@ -5,10 +5,11 @@ use leaves."""
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -30,6 +31,7 @@ LEGAL = {
     ("gpu_freeing", "unloaded"),
 }
 NAMES = ["0", "1"]
+LIFE = [BlockState(to) for to in ("host_staged", "prefetching", "gpu_ready", "evicting")]
 
 
 def new_map() -> ResidencyMap:
@@ -43,7 +45,17 @@ def new_map() -> ResidencyMap:
 actions = st.tuples(st.sampled_from(NAMES), st.sampled_from([*BlockState, "use", "release", "step"]))
 
 
+def from_each_state_to_each(test: Any) -> Any:
+    """Beside what is drawn."""
+    ways = [*(LIFE[:length] for length in range(len(LIFE) + 1)), [*LIFE[:3], BlockState.GPU_FREEING]]
+    for way in ways:
+        for to in BlockState:
+            test = example([("0", state) for state in (*way, to)])(test)
+    return test
+
+
 @pytest.mark.req("W-2")
+@from_each_state_to_each
 @given(st.lists(actions, max_size=60))
 def test_only_legal_moves_happen_and_what_is_used_does_not_leave(
     asked: list[tuple[str, BlockState | str]],

@@ -149,8 +149,18 @@ def test_sources_alive_are_bounded_by_bytes_that_a_user_sets() -> None:
 def test_with_microbatches_in_flight_the_prefetch_follows_the_order_that_was_recorded(
     manager: Manager,
 ) -> None:
-    """Three forwards, then their backwards, first come first read: not the reverse of the saves."""
-    model = build()
+    """Three forwards, then their backwards, first come first read: not the reverse of the saves. Once seen,
+    the input of the second one's last block comes while the first one's first block is recomputed."""
+    states: list[BlockState] = []
+
+    class Asking(Block):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            if manager.cur_backward_chunk() is not None and len(reads) == BLOCKS:
+                second = [each for each in manager.living_blocks() if each.group.chunk.microbatch == 1]
+                states.append(second[-1].state)
+            return super().forward(x, mask)
+
+    model = build(Asking)
     plain = copy.deepcopy(model)
 
     def run(module: Model, announce: bool) -> list[Tensor]:
@@ -175,6 +185,7 @@ def test_with_microbatches_in_flight_the_prefetch_follows_the_order_that_was_rec
         chunks = list(dict.fromkeys(label.partition("/")[0] for label in reads))
         assert chunks == ["s0m0", "s0m1", "s0m2"]
     assert ahead[1] == ["s0m0", "s0m1", "s0m2"]
+    assert states == [BlockState.SPILLED, BlockState.RESTORING]
 
 
 @pytest.mark.req("S4-47")

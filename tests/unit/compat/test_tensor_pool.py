@@ -61,7 +61,7 @@ def test_a_pool_makes_its_tensors_where_and_as_it_was_told(monkeypatch: pytest.M
     assert asked == [("cuda", False), ("cpu", True), ("cpu", False), ("cuda", False)]
 
 
-@pytest.mark.req("S2-9", "S2-10")
+@pytest.mark.req("S2-9", "S2-10", "S3-2")
 def test_a_sub_pool_serves_one_shape_and_dtype(pool: GPUTensorPool) -> None:
     assert pool._get_pool_key(torch.Size(SHAPE), torch.float32) == pool._get_pool_key(SHAPE, torch.float32)
     keys = {
@@ -92,7 +92,7 @@ def test_bytes_are_those_of_a_dense_tensor(shape: tuple[int, ...], dtype: torch.
     assert GPUTensorPool._calculate_memory_size(shape, dtype) == nbytes
 
 
-@pytest.mark.req("S2-12", "S2-14")
+@pytest.mark.req("S2-12", "S2-14", "S3-2")
 def test_a_freed_tensor_is_reused(pool: GPUTensorPool) -> None:
     first = pool.allocate(SHAPE, dtype=torch.bfloat16)
     assert (tuple(first.shape), first.dtype, first.is_contiguous()) == (SHAPE, torch.bfloat16, True)
@@ -116,7 +116,7 @@ def test_any_shape_and_dtype_can_be_lent(
     pool.free(tensor)
 
 
-@pytest.mark.req("S2-13")
+@pytest.mark.req("S2-13", "S3-2")
 def test_the_cost_of_allocate_and_free_does_not_grow_with_the_pool() -> None:
     """No container that the pool keeps is walked: dictionaries are asked for one id, and of lists and queues
     only the ends are touched."""
@@ -221,7 +221,7 @@ def test_status_of_half_a_key_or_of_an_unknown_pool_is_an_error(pool: GPUTensorP
         pool.get_pool_status((1, 2), torch.float32)
 
 
-@pytest.mark.req("S2-19")
+@pytest.mark.req("S2-19", "S3-2")
 def test_reset_makes_every_tensor_available(pool: GPUTensorPool) -> None:
     tensors = [pool.allocate(SHAPE) for _ in range(3)]
     pool.reset()
@@ -230,7 +230,7 @@ def test_reset_makes_every_tensor_available(pool: GPUTensorPool) -> None:
     assert pool.stats["pool_misses"] == 3
 
 
-@pytest.mark.req("S2-20")
+@pytest.mark.req("S2-20", "S3-2")
 def test_clear_releases_everything_and_the_next_allocate_is_a_miss(pool: GPUTensorPool) -> None:
     tensor = pool.allocate(SHAPE)
     pool.free(tensor)

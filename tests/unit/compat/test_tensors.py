@@ -179,6 +179,12 @@ def test_only_sync_offload_blocks_the_host_and_by_events(monkeypatch: pytest.Mon
         offloader.sync_offload()
         assert events == [handle.event] or set(events) == {handle.event, other.event}
         assert torch.equal(handle.cpu_tensor, x)
+        back, handle = offloader.reload(offloader.offload(torch.ones(3))), offloader.offload(x)
+        assert type(back) is not Tensor
+        events.clear()
+        offloader.sync_all()
+        assert handle.event in events
+        assert type(back) is Tensor
 
 
 PROGRAMS: dict[str, Callable[[TensorOffloader], Tensor]] = {

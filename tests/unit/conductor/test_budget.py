@@ -41,6 +41,7 @@ def granted(answer: Reservation | Denied) -> int:
 def test_a_hard_request_gets_all_or_a_denial_never_a_part() -> None:
     budget, device = manager()
     device.allocated = 30
+    assert budget.request("a", 71) == Denied(DenialReason.VRAM_SOFT_CAP)  # though 70 are there
     assert granted(budget.request("a", 70)) == 70  # 30 + 70 = 100, exactly the soft cap
     assert budget.request("a", 1) == Denied(DenialReason.VRAM_SOFT_CAP)
     device.allocated = 29

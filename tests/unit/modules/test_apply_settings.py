@@ -56,6 +56,7 @@ def test_the_mode_of_the_config_is_taken_where_none_is_given() -> None:
         offload.OffloadConfig(activation_offloading="offload_disk")
 
 
+@pytest.mark.req("S4-22")
 def test_the_disk_mode_uses_the_directory_for_temporary_files_where_none_is_given() -> None:
     model = build()
     offload.apply(model, "disk", min_numel=1)

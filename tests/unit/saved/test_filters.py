@@ -184,6 +184,7 @@ def test_the_size_limit_counts_elements_and_spares_the_tensor_that_has_exactly_a
         rig.end()
 
 
+@pytest.mark.req("S3-60")
 def test_a_tensor_of_another_device_stays() -> None:
     assert verdict_of(torch.empty(4, device="meta")) is Verdict.ELSEWHERE
 
@@ -195,6 +196,7 @@ def test_the_engine_s_own_host_memory_is_not_of_the_device() -> None:
 
 
 # -- without bytes -------------------------------------------------------------------------------------------
+@pytest.mark.req("S3-60")
 def test_a_freed_storage_passes_through_and_may_be_refilled_before_it_is_read() -> None:
     """FSDP2 frees an unsharded weight after the forward and refills it before the backward, under the same
     storage."""
@@ -212,6 +214,7 @@ def test_a_freed_storage_passes_through_and_may_be_refilled_before_it_is_read() 
     assert rig.end().saved == 0
 
 
+@pytest.mark.req("S3-60")
 def test_a_fake_tensor_passes_through() -> None:
     rig = Rig()
     found: list[Tensor] = []
@@ -224,6 +227,7 @@ def test_a_fake_tensor_passes_through() -> None:
     assert (rig.saved, found) == (0, [])
 
 
+@pytest.mark.req("S3-60")
 def test_a_functional_tensor_passes_through() -> None:
     rig = Rig()
     functional = torch._to_functional_tensor(torch.randn(ELEMENTS))
