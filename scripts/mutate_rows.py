@@ -100,7 +100,7 @@ def main() -> int:
     )
     parser.add_argument("rows", nargs="*", metavar="ROW", help="default: all that have a fault")
     parser.add_argument(
-        "--limit", type=float, default=300, metavar="S", help="seconds a row's tests (default: 300)"
+        "--limit", type=float, default=120, metavar="S", help="seconds a row's tests (default: 120)"
     )
     given = parser.parse_args()
     faults = read_faults()

@@ -200,6 +200,7 @@ def test_generation_and_evaluation_pass_through(manager: PipelineOffloadManager)
     assert next(manager.living_blocks(), None) is None
 
 
+@pytest.mark.req("S4-27")
 @pytest.mark.parametrize("mode", ["groups", True, "hidden_states"])
 def test_an_adapter_trains_with_the_bits_that_it_has_alone(
     mode: Any, manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture

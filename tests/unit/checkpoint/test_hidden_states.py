@@ -114,16 +114,16 @@ def test_a_recompute_gets_what_has_no_tensor_by_the_same_place_and_keyword(
 
 
 class Second(nn.Module):
-    """The first argument is a parameter, the second is too small, the third may leave."""
+    """The first argument is a parameter, the second is too small; of the others the first leaves."""
 
     def __init__(self) -> None:
         super().__init__()
         self.block = Block()
         self.weight = nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, weight: Tensor, small: Tensor, x: Tensor, again: Tensor) -> Tensor:
+    def forward(self, weight: Tensor, small: Tensor, x: Tensor, again: Tensor, last: Tensor) -> Tensor:
         y: Tensor = self.block(x * weight * small)
-        return y + again
+        return y + again + last
 
 
 class Narrow(nn.Module):
@@ -158,7 +158,7 @@ def test_the_first_argument_that_may_leave_does_and_one_given_twice_is_saved_onc
     def run(module: Second) -> list[Tensor]:
         x = source()
         h = x * 1.0
-        loss = module(module.weight, torch.ones(1), h, h).square().sum()
+        loss = module(module.weight, torch.ones(1), h, h, torch.ones(ROWS, WIDTH)).square().sum()
         del h
         loss.backward()
         return values(module, x)

@@ -111,6 +111,7 @@ def shard(model: Model, mesh: DeviceMesh, **options: Any) -> Model:
     return model
 
 
+@pytest.mark.req("S4-14")
 @pytest.mark.parametrize("hooks_first", [False, True])
 @pytest.mark.parametrize("reshards", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -137,6 +138,7 @@ def test_blocks_that_fsdp_shards_have_the_bits_that_they_have_without_being_reco
     assert_empty(manager)
 
 
+@pytest.mark.req("S4-14")
 def test_where_fsdp_leaves_the_inputs_of_a_recompute_uncast_they_are_cast_all_the_same(
     mesh: DeviceMesh, manager: Manager, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -217,9 +217,10 @@ def test_runtimes_ask_by_their_entry_points_and_none_means_that_nobody_arbitrate
 @pytest.mark.req("S1-46")
 @pytest.mark.parametrize("chosen", list(itertools.product([False, True], repeat=3)))
 def test_any_subset_of_runtimes_works(chosen: tuple[bool, bool, bool]) -> None:
+    weights, activations = weights_runtime(), activations_runtime()
     made = [
-        StagehandConductorAdapter(weights_runtime()),
-        ActStagehandConductorAdapter(activations_runtime()),
+        StagehandConductorAdapter(weights),
+        ActStagehandConductorAdapter(activations),
         SquareQConductorAdapter(),
     ]
     found = conductor()
@@ -228,6 +229,8 @@ def test_any_subset_of_runtimes_works(chosen: tuple[bool, bool, bool]) -> None:
             found.register(adapter)
     for _ in range(2):
         enter(found, Phase.OPTIMIZER)
+        assert knobs(weights) == ([1, 1] if chosen[0] else [4, 3])
+        assert knobs(activations) == ([0, 1] if chosen[1] else [3, 3])
         found.end_step()
     names = ["stagehand", "activation_stagehand"]
     assert list(found.snapshots()) == [

@@ -188,6 +188,9 @@ def test_hints_are_made_at_every_boundary_and_pushed_to_every_adapter() -> None:
     suppressed = [hints.suppress_speculative for name, _, hints in pushed if name == "other"]
     assert suppressed == [False, False, True, True, True]  # V0: until the next STEP_BEGIN
     assert [hints.max_inflight_h2d for name, _, hints in pushed if name == "other"] == [2, 2, 2, 1, 2]
+    assert [hints.max_inflight_d2h for name, _, hints in pushed if name == "other"] == [2] * 5
+    windows = [hints.prefetch_window_cap for name, _, hints in pushed if name == "other"]
+    assert windows == [None, None, 1, 1, 1]
 
 
 def test_the_config_names_the_bridge_and_the_default_starts_anew_at_each_turn() -> None:

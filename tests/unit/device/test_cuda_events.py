@@ -89,6 +89,7 @@ def test_timed_and_untimed_events_are_not_lent_for_each_other(device: CudaDevice
     assert not untimed.event.timed
 
 
+@pytest.mark.req("S3-78")
 @pytest.mark.parametrize("sanitizing", [False, True])
 def test_poll_that_finds_an_event_passed_tells_the_sanitizer_and_never_blocks(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch, sanitizing: bool

@@ -92,7 +92,8 @@ def test_import_needs_no_training_framework() -> None:
         "import sys, torch; before = {name.split('.')[0] for name in sys.modules}\n"
         "import offload, offload.fine_grained_activation_offload\n"
         "after = {name.split('.')[0] for name in sys.modules} - before - set(sys.stdlib_module_names)\n"
-        "print(sorted(after - {'offload', 'tabulate', 'numpy', 'wcwidth'}))\n"
+        "after -= {'offload', 'tabulate', 'numpy', 'wcwidth'}\n"
+        "print(*(name for name in after if not name.startswith('_sysconfigdata')))\n"
         "assert not torch.cuda.is_initialized()\n"
         "assert not {'torch._dynamo', 'torch.distributed.tensor'} & set(sys.modules)\n"  # two seconds each
         "offload.configure(device='sim', print_summary=False)\n"
@@ -101,16 +102,5 @@ def test_import_needs_no_training_framework() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )
-    brought = done.stdout.strip()
-    for framework in (
-        "megatron",
-        "torchtitan",
-        "transformers",
-        "deepspeed",
-        "accelerate",
-        "lightning",
-        "trl",
-        "parallel",
-        "moe",
-    ):
-        assert f"'{framework}'" not in brought
+    # of torch's own: what its compiler is made of, where it is installed
+    assert {*done.stdout.split()} <= {"jinja2", "markupsafe", "triton"}

@@ -231,6 +231,7 @@ def test_switches_are_global_and_keep_starts_and_commits_paired(manager: Pipelin
     inner = group_start(x, "a")
     assert inner is x
     enable_offload()
+    assert manager.do_offload
     assert group_commit(inner, "a") is inner  # the muted one
     handler = manager.cur_forward_chunk()
     assert handler is not None

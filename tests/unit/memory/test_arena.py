@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -229,6 +230,7 @@ def test_an_audit_sees_a_byte_that_changed_in_any_part_of_a_block(part: int) -> 
     block = taken(arena_on(FakeDevice(), limit_bytes=2 * PIECE), 2 * PIECE)
     assert len(block.extents) == 2
     before = checksum_of(block)
+    assert before == zlib.crc32(b"".join(extent.numpy().tobytes() for extent in block.extents))
     block.extents[part].numpy()[3] ^= 1
     assert checksum_of(block) != before
 

@@ -54,7 +54,6 @@ class Desk:
         return [int(entry.split()[1]) for entry in self.run() if entry.startswith("step")]
 
 
-@pytest.mark.req("S3-38")
 def test_of_the_ready_buckets_the_one_that_the_forward_needs_first_is_taken() -> None:
     desk = Desk()
     desk.put(3, 2, 1, 0)  # as a backward makes them

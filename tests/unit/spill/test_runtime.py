@@ -74,8 +74,11 @@ def test_each_step_appends_one_line_with_exactly_the_sources_fields(order: str, 
     path = tmp_path / "steps.jsonl"
     with runtime_of(telemetry_enabled=True, telemetry_file=str(path), **short(order)) as runtime:
         train(blocks(8), runtime, steps=3)
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        runtime.step_begin(7)
+        runtime.step_end()
+        *lines, last = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
+    assert (last["step"], last["activations_saved"]) == (7, 0)
     for line in lines:
         assert list(line) == FIELDS
         assert line["activations_saved"] == line["activations_kept"] + line["activations_spilled"]

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import weakref
+from itertools import groupby
 from typing import Any, get_args
 
 import pytest
@@ -17,6 +18,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from offload.client import Phase
 from offload.device.sim import ExecutorName
 from offload.errors import CaptureError, OffloadError
 from offload.weights import readers
@@ -35,7 +37,12 @@ def test_a_loop_has_the_bits_of_plain_torch(
         return squares(model, x.requires_grad_())
 
     with streamed(Model(reentrant=reentrant), frozen=frozen, executor=executor) as pair:
+        phases: list[Phase] = []
+        pair.stream._engine.on_phase = phases.append
         pair.train(loss=loss)
+        # a recompute, whose gradients are on, is none of the forward's
+        turns = groupby(phase for phase in phases if phase in (Phase.FORWARD, Phase.BACKWARD))
+        assert [phase for phase, _ in turns] == [Phase.FORWARD, Phase.BACKWARD] * 4
 
 
 @pytest.mark.req("S0-48")
@@ -103,6 +110,7 @@ def test_in_a_settled_step_clean_blocks_are_dropped_and_each_turn_keeps_what_it_
         assert figures.out_bytes == 0
 
 
+@pytest.mark.req("W-9")
 @pytest.mark.parametrize("options", [{"foreach": False}, {"fused": True}])
 def test_trained_weights_go_back_once_after_their_step(options: dict[str, Any]) -> None:
     with streamed() as pair:
