@@ -87,7 +87,7 @@ def test_a_group_that_is_built_by_its_name_alone_has_the_lanes_of_the_default_en
     assert (device.waits["restore"], device.waits["read"]) == (1, 1)
 
 
-@pytest.mark.req("S2-26")
+@pytest.mark.req("S2-26", "S3-5")
 def test_sizes_add_up_tensor_by_tensor() -> None:
     group = OffloadTensorGroup("core_attn")
     group.update_offload_info(torch.empty(4, 8))

@@ -338,4 +338,6 @@ def test_the_parts_have_the_sources_names_in_the_package() -> None:
     assert type(runtime.coordinator) is conductor.PhaseCoordinator
     assert type(runtime.budget) is conductor.BudgetManager
     assert type(runtime.transfers) is conductor.TransferManager
+    assert type(runtime.bridge) is TurnsPolicyBridge
+    assert runtime.adapters == []
     assert type(runtime.telemetry) is conductor.TelemetryHub

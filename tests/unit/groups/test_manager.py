@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -194,8 +196,12 @@ def test_group_that_is_delayed_during_a_flush_waits_for_the_next(manager: Pipeli
 @pytest.mark.req("S2-33")
 def test_reset_forgets_delayed_groups_and_keeps_nothing_of_them(manager: PipelineOffloadManager) -> None:
     init_chunk_handler(None, None, 1)
-    save_one(leaf(), delay_offload=True).sum().backward()
+    due = torch.ones(1)
+    held = weakref.ref(due)
+    save_one(leaf(), delay_offload=True, forced_released_tensors=[due]).sum().backward()
+    del due
     manager.reset()
+    assert held() is None
     manager.flush_delayed_groups()
     assert manager.engine.transfers.device_bytes == 0
     assert (manager.stats.saved, manager.stats.spilled) == (1, 0)

@@ -243,7 +243,13 @@ def test_a_cap_of_zero_keeps_everything_and_waits_for_nothing(by: str) -> None:
         limits = runtime.engine.limits
         if by == "arbiter":
             assert (limits.spills_in_flight, limits.held_by("spills_in_flight")) == (3, "watermark")
-            limits.contributor("arbiter").bound("spills_in_flight", 0)
+            with runtime.managed_forward():
+                leaves = Keep.apply(torch.ones(64, requires_grad=True) * 1)
+                limits.contributor("arbiter").bound("spills_in_flight", 0)
+                stays = Keep.apply(torch.ones(64, requires_grad=True) * 1)
+                assert runtime.engine.transfers.in_flight() == (1, 0), "nor for what is on its way"
+            (leaves + stays).sum().backward()
+            runtime.step_end()
         outputs = save_all(runtime, sources(3))
         for output in outputs:
             output.sum().backward()
