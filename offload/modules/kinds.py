@@ -113,7 +113,9 @@ def place(
             able = ()
     is_away = any(local_of(each).device != where for each in model.parameters())
     if not is_by_hand:
-        choice, slab = _chosen(model, blocks, where, None, least, must=is_away)
+        choice, slab = _chosen(model, blocks, where, None, least)
+        if is_away and choice is None:  # nothing of ours brings it to the device
+            return None
     loads = _loads(model, where, choice, able, optimizer, moves=moves)
     fits = not measures or device_bytes(loads, all_of(loads)) <= _WITHOUT_OPTIMIZER * total_bytes
     if fits and optimizer is None and not is_away and not is_by_hand:
@@ -151,14 +153,10 @@ def _chosen(
     where: torch.device,
     quantized: str | None,
     least: int | None,
-    *,
-    must: bool = False,
 ) -> tuple[Choice | None, Slab | None]:
     try:
         return chosen_weights(model, blocks, where, quantized, least=least)
-    except ValueError:
-        if must:  # the model is not on the device, and nothing else brings it there
-            raise
+    except ValueError:  # none is worth a copy, or somebody else has them, as FSDP
         return None, None
 
 
@@ -320,6 +318,8 @@ class Kinds:
         mine = None if self._optimizer is None else self._optimizer()
         if due is None or model is None or torch._C._current_graph_task_id() != -1:
             return
+        if self._engine.device.is_capturing():
+            return
         if mine is not None and optimizer is not mine:
             return
         before, self._due, self._has_moved = self.now, None, True
@@ -334,15 +334,19 @@ class Kinds:
 
     def _move(self, model: nn.Module, optimizer: Any, split: Split) -> None:
         """What leaves does so before what comes. Blocks the host."""
-        loads, streams = self.loads, self._streams
+        streams = self._streams
         for leaves in (True, False):
-            if streams.weights is not None and (split.weights < self.now.weights) is leaves:
+
+            def moves(before: int, after: int, leaves: bool = leaves) -> bool:
+                return before != after and (after < before) is leaves
+
+            if streams.weights is not None and moves(self.now.weights, split.weights):
                 streams.weights.resize(split.weights)
                 self.now = self.now._replace(weights=split.weights)
-            if loads.gradients and split.gradients is not self.now.gradients is leaves:
+            if moves(self.now.gradients, split.gradients):
                 self._gradients_stay(model, split.gradients)
                 self.now = self.now._replace(gradients=split.gradients)
-            if loads.state and (split.state < self.now.state) is leaves and optimizer is not None:
+            if optimizer is not None and moves(self.now.state, split.state):
                 self._keep_state(optimizer, split.state)
                 self.now = self.now._replace(state=split.state)
 

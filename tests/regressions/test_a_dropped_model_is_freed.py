@@ -28,6 +28,7 @@ APPLIED: list[dict[str, Any]] = [
     {"mode": "groups", **HOSTED, "gradients": "device"},
     {"mode": "auto", "device_total": "60MB", **HOSTED},
     {"mode": "auto", "device_total": "60MB", "conductor": True},
+    {"mode": "auto", "device_total": "200kB", "conductor": False},
     {"mode": "hidden_states", **HOSTED, "conductor": True},
     {"mode": "selective", "gradients": "host"},
     {"mode": True, **HOSTED},

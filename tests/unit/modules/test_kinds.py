@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import offload
 from offload.modules.splits import Loads, Split, device_bytes, first_split, shared, step_s
 from offload.optim import HybridDeviceOptimizer
 from tests.unit.modules.allocated import AllocatedRun, allocated
@@ -199,10 +200,70 @@ def test_a_total_that_nothing_fits_is_refused_before_a_step(allocated: Callable[
 def test_state_stays_where_its_kernel_would_be_another_one(allocated: Callable[..., AllocatedRun]) -> None:
     """torch's for-each kernel has other bits than the fused one, with which state streams."""
     run = plain_run(allocated, 8)
-    import offload
-
     optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.1)
     handle = offload.apply(run.model, "auto", min_numel=1, device_total="200000B", optimizer=optimizer)
     assert type(optimizer) is torch.optim.AdamW
     assert handle.gradients is not None, "they leave instead"
     handle.remove()
+
+
+def test_frozen_weights_are_int8_where_they_have_to_leave_and_that_is_allowed(
+    allocated: Callable[..., AllocatedRun],
+) -> None:
+    run = plain_run(allocated, 8)
+    for block in run.model.layers:
+        block.requires_grad_(False)
+    optimizer = torch.optim.AdamW(
+        [own for own in run.model.parameters() if own.requires_grad], lr=0.1, fused=True
+    )
+    arguments: Any = {"min_numel": 1, "optimizer": optimizer, "quantize": "auto"}
+    with offload.apply(run.model, "auto", device_total="2MB", **arguments) as handle:
+        assert handle.weights is None, "all of them fit"
+    with offload.apply(run.model, "auto", device_total="60000B", **arguments) as handle:
+        assert handle.weights is not None
+        assert handle.weights.int8_bytes > 0
+        assert type(optimizer) is torch.optim.AdamW, "its state is less than what a ring would take"
+    with pytest.raises(ValueError, match=r'quantize="auto" is of weights that mode="auto" places'):
+        offload.apply(run.model, "auto", weights="host", quantize="auto")
+
+
+def test_what_is_placed_by_hand_stays_so(allocated: Callable[..., AllocatedRun]) -> None:
+    run = allocated(
+        blocks=8, device_total="100000B", gives_optimizer=True, weights="10000B", gradients="device"
+    )
+    assert run.handle is not None
+    trained(run, one)
+    assert run.handle._auto is not None
+    kinds = run.handle._auto.kinds
+    assert kinds is not None
+    assert not kinds.is_open
+    assert (kinds.loads.weights, kinds.loads.gradients) == (0, 0)
+    assert run.handle.weights is not None
+    assert run.handle.weights.limit_bytes == 10_000
+    assert run.handle.gradients is None
+
+
+def test_a_split_for_which_there_is_no_host_memory_is_given_up(
+    allocated: Callable[..., AllocatedRun],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = allocated(blocks=8, device_total="100000B", gives_optimizer=True)
+    assert run.handle is not None
+    assert run.handle._auto is not None
+    kinds = run.handle._auto.kinds
+    assert kinds is not None
+    first, keep = kinds.now, HybridDeviceOptimizer.keep_on_device
+
+    def kept(self: HybridDeviceOptimizer, nbytes: int) -> int:
+        if nbytes:
+            raise torch.OutOfMemoryError("full")
+        return keep(self, nbytes)
+
+    monkeypatch.setattr(HybridDeviceOptimizer, "keep_on_device", kept)
+    found = trained(run, one)
+    assert "do not fit, and what was there before stays: full" in caplog.text
+    assert not kinds.is_open
+    assert kinds.now == first
+    run.handle.remove()
+    assert all(map(torch.equal, found, trained(plain_run(allocated, 8), one)))
