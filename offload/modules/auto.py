@@ -387,6 +387,8 @@ class Auto(Client):
         peak_bytes = max(self.memory.peaks.values(), default=0 if found is None else found[1])
         weights = (weight for root in self._roots for weight in root.parameters() if weight.requires_grad)
         trained = sum(own.numel() * own.element_size() for own in map(local_of, weights))
+        if self.kinds is not None and self.kinds.loads.state:  # it is on the host
+            trained = 0
         return peak_bytes + self._input_bytes + 2 * trained <= ladder.total_bytes
 
     def _offer_plan(self, manager: GroupsManager, ladder: Ladder) -> None:

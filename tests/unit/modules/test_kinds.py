@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import offload
+from offload import PipelineOffloadManager
 from offload.modules.splits import Loads, Split, device_bytes, first_split, shared, step_s
 from offload.optim import HybridDeviceOptimizer
 from tests.unit.modules.allocated import AllocatedRun, allocated
@@ -267,3 +268,22 @@ def test_a_split_for_which_there_is_no_host_memory_is_given_up(
     assert kinds.now == first
     run.handle.remove()
     assert all(map(torch.equal, found, trained(plain_run(allocated, 8), one)))
+
+
+def test_without_a_total_it_is_what_the_device_has_and_least_is_another_aim(
+    allocated: Callable[..., AllocatedRun],
+) -> None:
+    run = plain_run(allocated, 4)
+    device = PipelineOffloadManager.OFFLOAD_MGR.engine.device  # type: ignore[union-attr]
+    device.capacity_bytes = 1_000_000
+    with offload.apply(run.model, "auto", min_numel=1) as handle:
+        assert handle._auto is not None
+        assert handle._auto.total_bytes == 950_000
+    with offload.apply(
+        run.model, "auto", min_numel=1, device_total="least", optimizer=run.optimizer
+    ) as handle:
+        assert handle._auto is not None
+        assert handle._auto.total_bytes is None
+        assert isinstance(run.optimizer, HybridDeviceOptimizer), "all of its state is on the host"
+    with pytest.raises(ValueError, match="device_total is 'most', must be a whole number of bytes"):
+        offload.apply(run.model, "auto", device_total="most")
