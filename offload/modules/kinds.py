@@ -141,8 +141,8 @@ def place(
         fixed = loads.least_gradients if waiting else loads.gradients
         loads = loads._replace(gradients=0, least_gradients=0, resident=loads.resident + fixed)
         split, able = split._replace(gradients=True), waiting
-    if split == all_of(loads) and choice is None and not waiting:
-        return None
+    if (split == all_of(loads) and choice is None) or not (loads.weights or loads.gradients or loads.state):
+        return None  # what is placed by hand stays so
     limit = limit_bytes if is_by_hand else split.weights
     return Placed(choice, slab, limit, able, split.state < loads.state, loads, split)
 
