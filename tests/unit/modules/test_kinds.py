@@ -3,6 +3,7 @@ between steps without a bit."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import cycle
 from typing import Any
@@ -287,3 +288,46 @@ def test_without_a_total_it_is_what_the_device_has_and_least_is_another_aim(
         assert isinstance(run.optimizer, HybridDeviceOptimizer), "all of its state is on the host"
     with pytest.raises(ValueError, match="device_total is 'most', must be a whole number of bytes"):
         offload.apply(run.model, "auto", device_total="most")
+
+
+def test_a_checkpoint_of_one_split_resumes_under_another_with_the_same_bits(
+    allocated: Callable[..., AllocatedRun],
+) -> None:
+    run = allocated(blocks=8, device_total="100000B", gives_optimizer=True)
+    trained(run, one, 9)  # some state and all gradients are on the device by now
+    saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+    found = {}
+    for total in ("60000B", "200000B", None):
+        given: dict[str, Any] = {} if total is None else {"device_total": total, "gives_optimizer": True}
+        run = allocated(blocks=8, **given) if total else plain_run(allocated, 8)
+        run.model.load_state_dict(saved[0])
+        run.optimizer.load_state_dict(saved[1])
+        found[total] = trained(run, one, 9)
+    assert all(map(torch.equal, found["60000B"], found[None]))
+    assert all(map(torch.equal, found["200000B"], found[None]))
+
+
+def test_an_interrupt_in_a_move_leaves_each_kind_in_one_place(
+    allocated: Callable[..., AllocatedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = allocated(blocks=8, device_total="100000B", gives_optimizer=True)
+    keep, interrupts = HybridDeviceOptimizer.keep_on_device, iter([1])
+
+    def kept(self: HybridDeviceOptimizer, nbytes: int) -> int:
+        if next(interrupts, 0):
+            raise KeyboardInterrupt
+        return keep(self, nbytes)
+
+    monkeypatch.setattr(HybridDeviceOptimizer, "keep_on_device", kept)
+    interrupted = 0
+    for number in range(STEPS):
+        try:
+            run.steps(1, seed=number)
+        except KeyboardInterrupt:  # after the step, whose gradients the loop has yet to clear
+            interrupted += 1
+            run.optimizer.zero_grad()
+    found = run.weights()
+    assert interrupted == 1
+    assert run.handle is not None
+    run.handle.remove()
+    assert all(map(torch.equal, found, trained(plain_run(allocated, 8), one)))
