@@ -61,7 +61,10 @@ _PATIENCE = 12
 
 @dataclass(slots=True)
 class Streams:
-    """What moves beside activations now, and the hooks of gradients."""
+    """Streams of one handle as they are now: weights, gradients and optimizer state.
+
+    move_back: undoes the optimizer's conversion. unhook_gradients: takes the gradients' hooks off the model.
+    """
 
     weights: WeightStream | None = None
     gradients: GradientStream | None = None
@@ -74,8 +77,14 @@ class Streams:
 
 
 class Placed(NamedTuple):
-    """What is where before step 1. limit_bytes: of streamed weights on the device. waiting: parameters whose
-    gradients wait on the host. moves_state: of the optimizer."""
+    """Places of all kinds before step 1.
+
+    | choice, slab | weights that stream, and the file of their INT8 values |
+    | limit_bytes | of streamed weights on the device |
+    | waiting | names of parameters whose gradients wait on the host |
+    | moves_state | the optimizer's state goes to the host |
+    | loads, split | bytes of each kind that may move, and where they are |
+    """
 
     choice: Choice | None
     slab: Slab | None
@@ -99,9 +108,12 @@ def place(
     least: int | None,
     measures: bool,
 ) -> Placed | None:
-    """What leaves the device before step 1; None where all may stay. blocks: by name. by_hand: weights that
-    stream because the user said so, with their limit, and gradients that wait. gradients, quantize, least: as
-    `apply` has them. measures: the device has memory of its own. Raises ValueError where nothing fits."""
+    """Choose what leaves the device before step 1; None where all may stay, or nothing can move.
+
+    blocks: by name. by_hand: weights that stream because the user said so, with their slab and limit, and
+    gradients that wait. gradients, quantize, least: as `apply` has them. measures: the device has memory of
+    its own. Raises ValueError where nothing fits; nothing has changed.
+    """
     choice, slab, limit_bytes, waiting = by_hand
     is_by_hand = choice is not None
     moves = optimizer is not None and _is_streamable(optimizer)
@@ -216,8 +228,11 @@ def _refuse(loads: Loads, total_bytes: int, quantize: str | None) -> None:
 
 
 class Kinds:
-    """Of one model. hook: puts a gradients' stream around its forwards, and returns what takes it off.
-    is_open: another split may yet be tried."""
+    """Controller of one model's weights, gradients and optimizer state under the total.
+
+    hook: puts a gradients' stream around the model's forwards, and returns what takes it off. now: the split
+    that is in place. is_open: another split may yet be tried.
+    """
 
     def __init__(
         self,
@@ -246,8 +261,10 @@ class Kinds:
 
     # -- a step has ended ------------------------------------------------------------------------------------
     def step_ended(self, ladder: Ladder, whole_s: float | None, shift: Callable[[int], None]) -> None:
-        """whole_s: of the step before, from its begin to the begin of the one that has ended. shift: told of
-        bytes that are beside saved tensors from the next step on."""
+        """Decide by whole steps whether another split is tried, or the first one comes back. whole_s: seconds
+        of the step before, from its begin to the begin of the one that has ended. shift: is told the bytes
+        that are beside saved tensors from the next step on. Blocks the host: for about 0.1 s, once, to
+        compare splits."""
         has_moved, self._has_moved = self._has_moved, False
         if whole_s is not None and not has_moved:
             self._took.setdefault(self.now, []).append(whole_s)
@@ -313,7 +330,7 @@ class Kinds:
     # -- a move ----------------------------------------------------------------------------------------------
     @untraced
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer has stepped."""
+        """Hook behind every optimizer's step: make the move that is due. Blocks the host for it."""
         due, model = self._due, self._model()
         mine = None if self._optimizer is None else self._optimizer()
         if due is None or model is None or torch._C._current_graph_task_id() != -1:
@@ -333,7 +350,7 @@ class Kinds:
             self._move(model, mine, before)
 
     def _move(self, model: nn.Module, optimizer: Any, split: Split) -> None:
-        """What leaves does so before what comes. Blocks the host."""
+        """Move kinds to the split, first those that leave the device. Blocks the host."""
         streams = self._streams
         for leaves in (True, False):
 
@@ -378,7 +395,7 @@ class Kinds:
 
     # -- in words --------------------------------------------------------------------------------------------
     def shares(self, ladder: Ladder | None) -> list[KindShare]:
-        """What of each kind is on the device and on the host, and what another GB would spare of a step."""
+        """Rows for `explain()`: bytes on the device and on the host, and what another GB would spare."""
         loads, now, stream, rates = self.loads, self.now, self._streams.weights, self._engine.rates
         found = []
 
