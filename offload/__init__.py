@@ -73,6 +73,8 @@ from offload.marks import (
 from offload.marks import reset as reset
 from offload.memory.arena import HostArena
 from offload.optim import FSDPGPUOptimizerWrapper, HybridDeviceOptimizer
+from offload.park import Parked as Parked
+from offload.park import park, parked
 from offload.plot import Trace as Trace
 from offload.plot import plot, tracing
 from offload.report import Report as Report
@@ -126,6 +128,8 @@ __all__ = [
     "load_weights",
     "mark_not_offloadable",
     "offload_hooks",
+    "park",
+    "parked",
     "plot",
     "read_numbers",
     "remove",

@@ -199,6 +199,10 @@ class Device(Protocol):
         """From now on each `graph.replay()` calls `before` first, which may raise, and `after` last. Does not
         keep the graph alive."""
 
+    def live_graphs(self) -> int:
+        """Graphs of this process that can still be replayed, whoever captured them: a look at every object
+        that Python's collector knows."""
+
     # -- state -----------------------------------------------------------------------------------------------
     def active_bytes(self) -> int:
         """Bytes in live blocks of the device allocator now; what this engine lent out and knows of on the

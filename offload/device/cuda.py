@@ -7,6 +7,7 @@ calls that would end it with a CUDA error raise CaptureError instead, before the
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -240,6 +241,13 @@ class CudaDevice:
                 f"{what} on {self.name} while a CUDA graph is captured, which would end the capture; do it "
                 "before or after"
             )
+
+    def live_graphs(self) -> int:
+        found = sum(issubclass(type(each), torch.cuda.CUDAGraph) for each in gc.get_objects())
+        if not found and gc.get_freeze_count():  # gc.freeze() hides objects; the pools of graphs are seen
+            pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
+            found = len(pools - {(0, 0)})
+        return found
 
     # -- state -----------------------------------------------------------------------------------------------
     def active_bytes(self) -> int:

@@ -22,6 +22,7 @@ that.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -286,6 +287,9 @@ class SimDevice(SimLanes):
             self._watcher = None
 
     watch_replays = staticmethod(replace_replay)
+
+    def live_graphs(self) -> int:
+        return sum(issubclass(type(each), SimGraph) for each in gc.get_objects())
 
     def _forbid_in_capture(self, what: str) -> None:
         if self._graph is not None:

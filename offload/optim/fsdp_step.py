@@ -66,8 +66,8 @@ class FSDPGPUOptimizerWrapper(Optimizer):
         self.__setstate__({"defaults": optimizer.defaults})  # what torch's constructor makes besides groups
         self._closes_engine = engine is None
         where = torch.device(device)
-        self._engine = engine or default_engine("sim" if where.type == "cpu" else str(where))
-        self._part = StreamedPart(self._engine, options, weights_on_host=True)
+        self.engine = engine or default_engine("sim" if where.type == "cpu" else str(where))
+        self._part = StreamedPart(self.engine, options, weights_on_host=True)
         self._placed = _Placed(self._part)
         self._state = UserState(self._placed, with_masters=False)
         self._next = 0  # index of the next parameter
@@ -91,6 +91,13 @@ class FSDPGPUOptimizerWrapper(Optimizer):
         """All that a step needs on the device."""
         return self._part.ring_bytes
 
+    def drop_ring(self) -> None:
+        """As HybridDeviceOptimizer."""
+        self._part.drop_ring()
+
+    def make_ring(self) -> None:
+        self._part.make_ring()
+
     # -- following the optimizer -----------------------------------------------------------------------------
     def _follow(self) -> None:
         """The optimizer's groups and state are the user's to change: new parameters get memory, those that
@@ -101,7 +108,7 @@ class FSDPGPUOptimizerWrapper(Optimizer):
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         new = enumerate((p for p in parameters if id(p) not in known), self._next)
         placed = ((at, p) for at, p in new if trains(p) or self.optimizer.state.get(p))
-        made = [ParamView(p, at, self._engine.device, "") for at, p in placed]
+        made = [ParamView(p, at, self.engine.device, "") for at, p in placed]
         for member in made:
             if member.where.type != "cpu":
                 raise ValueError(
@@ -141,7 +148,7 @@ class FSDPGPUOptimizerWrapper(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._follow()
-        device = self._engine.device
+        device = self.engine.device
         stepped = [member for member in self._placed.members if member.parameter.grad is not None]
         flats = {member.index: member.flat_gradient(member.parameter.grad) for member in stepped}  # type: ignore[arg-type]
         buckets = [bucket for bucket in self._part.buckets if bucket.has_any(flats)]
@@ -196,7 +203,7 @@ class FSDPGPUOptimizerWrapper(Optimizer):
         self._closed = True
         self._part.close()
         if self._closes_engine:
-            self._engine.close_unused()
+            self.engine.close_unused()
 
 
 class _Placed:

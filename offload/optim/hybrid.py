@@ -322,6 +322,15 @@ class HybridDeviceOptimizer(Optimizer, metaclass=_MadeInPlace):
         """Device memory of the streamed buckets."""
         return self.placed.streamed.ring_bytes
 
+    def drop_ring(self) -> None:
+        """Between steps: no device memory for steps, until `make_ring`. Blocks the host for a step under
+        way."""
+        self._runner.rest()
+        self.placed.streamed.drop_ring()
+
+    def make_ring(self) -> None:
+        self.placed.streamed.make_ring()
+
     @property
     def members(self) -> Sequence[ParamView]:
         return self.placed.members

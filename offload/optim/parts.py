@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from offload.config import check_bytes
 from offload.optim.groups import UserGroup
-from offload.params.view import ParamView, laid_like, local_of, sharded_like, update_master
+from offload.params.view import ParamView, inner_parts, laid_like, local_of, sharded_like, update_master
 
 __all__ = ["MASTER", "HostOptions", "Part", "copied", "loaded_value", "parts_of", "refuse_incomplete"]
 
@@ -49,8 +49,7 @@ class HostOptions:
 def parts_of(tensor: Any) -> dict[str, Tensor]:
     """The tensors that a subclass has its values in, by attribute, as quantized state has; none of a plain
     tensor, or of a DTensor, which computes as one."""
-    is_plain = local_of(tensor) is not tensor or not hasattr(tensor, "__tensor_flatten__")
-    return {} if is_plain else {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    return {} if local_of(tensor) is not tensor else inner_parts(tensor)
 
 
 def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:

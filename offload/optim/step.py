@@ -30,7 +30,7 @@ from offload.optim.touch import AwaitedWeight, WeightWatch, await_all, weakly
 from offload.params.view import ParamView, count_write, laid_out_as
 from offload.telemetry.records import ClientStats
 
-__all__ = ["Overlap", "StepRunner", "checked_overlap", "stepped_by_open_ones"]
+__all__ = ["Overlap", "StepRunner", "checked_overlap", "open_runners", "stepped_by_open_ones"]
 
 Overlap = Literal["step", "forward", "backward"]
 
@@ -82,6 +82,11 @@ def checked_overlap(overlap: str, model: nn.Module | None, *, has_workers: bool,
                 'DistributedDataParallel, which reduces them later; use overlap="forward"'
             )
     return "forward" if overlap == "forward" else "backward"
+
+
+def open_runners() -> list[StepRunner]:
+    """Of all optimizers that are not closed."""
+    return list(_OPEN)
 
 
 def stepped_by_open_ones(*, in_backward: bool) -> Iterator[Tensor]:
@@ -425,6 +430,15 @@ class StepRunner(Client):
         """Wait for the step under way, then take over what the user has changed."""
         self.rest()
         self.follow_user()
+
+    def parameters(self) -> Iterator[Tensor]:
+        return (member.parameter for member in self.placed.members)
+
+    def views(self) -> Iterator[Tensor]:
+        """Aliases of parameters and gradients that are kept between steps."""
+        yield from (member.flat for member in self.placed.members)
+        for bucket in self.steps.in_order:
+            yield from (*bucket.weights, *bucket.gradients)
 
     def rest(self) -> None:
         """End every copy and step: after it the host may read and write weights, state and masters. Blocks

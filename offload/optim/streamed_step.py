@@ -312,11 +312,12 @@ class StreamedPart(HostPart[StreamedBucket]):
     def regroup(self, groups: Sequence[UserGroup]) -> None:
         """Follow the groups, and make room on the device for the buckets that are on it at once."""
         super().regroup(groups)
-        if self.buckets:
-            self.make_ring()
+        self.make_ring()
 
     def make_ring(self) -> None:
         """Between steps, with nothing in flight. Blocks the host for state that is on the device."""
+        if not self.buckets:
+            return
         self.look()
         for bucket in self.buckets:
             bucket.groups = [self._group_of.get(member.index, {}) for member in bucket.members]
@@ -352,10 +353,17 @@ class StreamedPart(HostPart[StreamedBucket]):
         if found:
             self.engine.device.synchronize(self.engine.device.record(self.ring.lane))
 
+    def drop_ring(self) -> None:
+        """Between steps, with nothing in flight and the state on the host: no step until `make_ring`."""
+        for bucket in self.buckets:
+            bucket.stay(stays=False)
+        vars(self).pop("ring", None)
+        self._ring_of = (0, 0, [])
+
     @property
     def ring_bytes(self) -> int:
         """Device memory of the buckets on the device."""
-        return self.ring.nbytes if self.buckets else 0
+        return self.ring.nbytes if "ring" in vars(self) else 0
 
     def wait_for_slot(self) -> None:
         """Block the host until the ring, and `buckets_in_flight`, have room for another bucket."""

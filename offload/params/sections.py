@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offload.device import Event
 from offload.errors import HostBudgetError
 from offload.memory.arena import Block, HostArena
 from offload.params.layout import ALIGN, Section
 
-__all__ = ["FlatSpec", "HostSection", "check_budget"]
+__all__ = ["FlatSpec", "HostSection", "check_budget", "free_bytes"]
 
 
 class FlatSpec(NamedTuple):
@@ -29,10 +30,15 @@ class FlatSpec(NamedTuple):
     zero: bool = False
 
 
+def free_bytes(arena: HostArena) -> int:
+    """Of the host's budget: what nobody holds, and what this process holds and has not lent."""
+    return arena.budget.limit_bytes - arena.budget.used_bytes + max(0, arena.held_bytes - arena.lent_bytes)
+
+
 def check_budget(arena: HostArena, nbytes: int, what: str, instead: str = "lower offload_fraction") -> None:
     """Raises HostBudgetError, before anything is pinned, if the budget has not `nbytes` left. instead: of
     another limit, for the message."""
-    left = arena.budget.limit_bytes - arena.budget.used_bytes + max(0, arena.held_bytes - arena.lent_bytes)
+    left = free_bytes(arena)
     if nbytes > left:
         raise HostBudgetError(
             f"{what} need {nbytes:,} bytes of host memory, and {left:,} of the host's "
@@ -87,9 +93,10 @@ class HostSection:
         """Elements of `dtype` from the beginning of the slot on, 1-D."""
         return self.slot(name, start, numel).narrow(0, 0, numel * dtype.itemsize).view(dtype)
 
-    def close(self) -> None:
-        """Give the blocks back. Nothing may use them any more."""
+    def close(self, *, after: Event | None = None, later: bool = False) -> None:
+        """Give the blocks back. Nothing may use them any more but what ends before `after`. later: from a
+        finaliser, which takes no lock."""
         self._flats.clear()
         for block in self._blocks:
-            self._arena.give_back(block, None)
+            (self._arena.give_back_later if later else self._arena.give_back)(block, after)
         self._blocks.clear()

@@ -21,6 +21,7 @@ from offload.params.watched import Watched
 __all__ = [
     "ParamView",
     "count_write",
+    "inner_parts",
     "is_laid_out_as",
     "is_writable",
     "laid_like",
@@ -37,6 +38,15 @@ def local_of(tensor: Tensor) -> Tensor:
     """The tensor whose memory is this rank's: a DTensor's local shard, else the tensor itself."""
     local = getattr(tensor, "_local_tensor", None)
     return local if isinstance(local, Tensor) else tensor
+
+
+def inner_parts(tensor: Any) -> dict[str, Tensor]:
+    """The tensors that a wrapper has its values in, by attribute: a DTensor's local shard, what a quantized
+    one is made of. None of a plain tensor."""
+    if (local := local_of(tensor)) is not tensor:
+        return {"_local_tensor": local}
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    return {name: getattr(tensor, name) for name in names}
 
 
 def is_laid_out_as(parameter: Tensor, gradient: Tensor) -> bool:

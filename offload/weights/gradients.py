@@ -443,6 +443,11 @@ class GradientStream(Client):
             if block.may_leave and block not in going:
                 residency.drop(block)
 
+    def leave_device(self) -> None:
+        """As Holder."""
+        with self._lock:
+            self.residency.leave()
+
     def _retire(self, gradient: Gradient) -> None:
         """The parameter has another gradient, or none."""
         if not gradient.known:

@@ -458,6 +458,12 @@ class Residency:
         if self.policy is not None:
             self.policy.dropped(block)
 
+    def leave(self) -> None:
+        """Drop every block that may leave: each comes again when it is used."""
+        for block in self.blocks:
+            if block.may_leave:
+                self.drop(block)
+
     def flush(self, blocks: Collection[BlockWeights]) -> None:
         """The masters of these blocks are whole. Blocks the host until they are."""
         for block in blocks:

@@ -154,6 +154,15 @@ class WeightStream(Client):
             if block.may_leave and not self.removed:
                 self.residency.drop(block)
 
+    def leave_device(self) -> None:
+        """As Holder."""
+        with self._lock, _outside_transforms():
+            self.residency.leave()
+            for each in self.experts.weights:
+                if each.whole.may_leave:
+                    self.residency.drop(each.whole)
+            self.experts.window.leave()
+
     def _released(self, block: BlockWeights) -> None:
         block.entered -= 1
         if block.entered or self.removed:

@@ -12,6 +12,7 @@ refused: it would outlive the bytes.
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import weakref
@@ -29,12 +30,22 @@ from torch.autograd.graph import get_gradient_edge
 
 from offload.errors import OffloadError
 from offload.params.home import HOME
+from offload.params.view import inner_parts
 from offload.params.watched import READ_NO_BYTES, Watched, accessors, methods, untouched, watched_in
 from offload.weights.forms import form_of
 from offload.weights.gradient import GradientHolder
 from offload.weights.weight import Holder, Weight, in_backward, nobody, written
 
-__all__ = ["StreamedGradient", "StreamedWeight", "holder_of", "make_plain", "orphan", "owner_of", "watch"]
+__all__ = [
+    "StreamedGradient",
+    "StreamedWeight",
+    "holder_of",
+    "make_plain",
+    "on_host",
+    "orphan",
+    "owner_of",
+    "watch",
+]
 
 _SET_DATA = accessors("data", "__set__")
 _MAKE_ALIAS = accessors("data", "__get__") | methods("detach view_as")
@@ -72,6 +83,9 @@ class StreamedWeight(Watched):
 
     @classmethod
     def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        away = next((w for t in watched_in((args, kwargs), StreamedWeight) if (w := _away(t))), None)
+        if away is not None and (func not in _NO_BYTES or cls.of_collectives(func)):
+            return _while_away(away, func, args, kwargs)
         if cls.of_collectives(func) and (func in cls.asked_by_collectives or kwargs.get("async_op")):
             name = owner_of(next(watched_in((args, kwargs), cls))).name
             why = "this version of torch hands to C++, where the weight's bytes may be away:"
@@ -140,7 +154,7 @@ class StreamedWeight(Watched):
         if id(self) not in memo:
             if not self.is_leaf:
                 raise RuntimeError("only leaves of autograd's graph can be copied by deepcopy; detach first")
-            copied = _on_host(self).clone(memory_format=torch.preserve_format)
+            copied = on_host(self).clone(memory_format=torch.preserve_format)
             is_parameter, trains = isinstance(self, nn.Parameter), self.requires_grad
             memo[id(self)] = nn.Parameter(copied, trains) if is_parameter else copied.requires_grad_(trains)
         return memo[id(self)]
@@ -151,10 +165,10 @@ class StreamedWeight(Watched):
             return repr(nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        on_host = _on_host(self)
+        found = on_host(self)
         if isinstance(self, nn.Parameter):
-            return torch._utils._rebuild_parameter, (on_host, self.requires_grad, OrderedDict())
-        return on_host.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+            return torch._utils._rebuild_parameter, (found, self.requires_grad, OrderedDict())
+        return found.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
 
 class StreamedGradient(StreamedWeight):
@@ -197,14 +211,24 @@ def watch(tensor: Tensor, weight: Weight) -> None:
         said[HOME] = weakref.ref(weight)
     if type(tensor) is nn.Parameter:
         said["_is_param"] = True
-    tensor.__class__ = StreamedGradient if weight.is_gradient else StreamedWeight
+    kind, watching = type(tensor), StreamedGradient if weight.is_gradient else StreamedWeight
+    if kind not in (Tensor, nn.Parameter) and not issubclass(kind, Watched):
+        tensor.__class__ = _watching(watching, kind)
+    elif not kind.__bases__[1:]:  # else it is one of those
+        tensor.__class__ = watching
+
+
+@functools.cache
+def _watching(watching: Any, kind: Any) -> Any:
+    """The class of a watched tensor of another class, such as a DTensor."""
+    return type(f"Watched{kind.__name__}", (watching, kind), {})
 
 
 def make_plain(tensor: Tensor, *, for_good: bool = False) -> None:
-    """torch's own class again. for_good: nobody owns it any more."""
-    said = vars(tensor)
+    """The class that it had again. for_good: nobody owns it any more."""
+    said, others = vars(tensor), type(tensor).__bases__[1:]
     if isinstance(tensor, StreamedWeight):
-        plain: Any = nn.Parameter if said.pop("_is_param", False) else Tensor
+        plain: Any = others[0] if others else nn.Parameter if said.pop("_is_param", False) else Tensor
         tensor.__class__ = plain
     if for_good:
         said.pop(HOME, None)
@@ -221,8 +245,8 @@ def owner_of(tensor: Tensor) -> Weight:
     if weight is None or weight.holder() is None:
         kind = "gradient" if isinstance(tensor, StreamedGradient) else "weight"
         raise OffloadError(
-            f"a {kind} of shape {tuple(tensor.shape)} was streamed, and its module has another parameter in "
-            "its place since, or the model is gone: its bytes are gone with it. Read it before"
+            f"a {kind} of shape {tuple(tensor.shape)} was streamed or parked, and its module has another "
+            "parameter in its place since, or the model is gone: its bytes are gone with it. Read it before"
         )
     return weight
 
@@ -231,6 +255,32 @@ def holder_of(weight: Weight) -> Holder:
     found: Holder | None = weight.holder()
     assert found is not None  # owner_of has looked
     return found
+
+
+# -- whose bytes are away for good ---------------------------------------------------------------------------
+def _away(tensor: Tensor) -> Weight | None:
+    weight = vars(tensor)[HOME]()
+    return weight if weight is not None and weight.away else None
+
+
+def _while_away(weight: Weight, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Aliases are made, copies to the CPU are of the host's bytes, and one that gets other memory has that;
+    all else raises OffloadError."""
+    tensor: Any = args[0] if args else None
+    if func in _MAKE_ALIAS:
+        return _aliases_in(untouched(func, args, kwargs), [owner_of(tensor)])
+    if isinstance(tensor, StreamedWeight):
+        if func is Tensor.copy_ and tensor is args[1]:  # its module's load_state_dict() has loaded it
+            return tensor
+        if func in _SET_DATA and not isinstance(args[1], StreamedWeight):
+            make_plain(tensor, for_good=True)
+            tensor.data = args[1]
+            return None
+        named = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, (str, torch.device))]
+        goes = func is Tensor.to and any(torch.device(each).type == "cpu" for each in named)
+        if (goes or func is Tensor.cpu) and not inner_parts(tensor):
+            return func(on_host(tensor), *args[1:], **kwargs)
+    raise OffloadError(f"{getattr(func, '__name__', func)}() of {weight.name}, {weight.away}")
 
 
 # -- doing what was asked ------------------------------------------------------------------------------------
@@ -340,14 +390,20 @@ def _version(tensor: Tensor) -> int:
 def _aliases_in(result: Any, owners: Sequence[Weight]) -> Any:
     """The result, of which the tensors that share memory with a weight are watched."""
     storages = {weight.storage._cdata: weight for weight in owners}
+    if inner := inner_parts(result):
+        _aliases_in([*inner.values()], owners)
+        watched = [owner_of(part) for part in inner.values() if isinstance(part, StreamedWeight)]
+        for weight in watched[:1]:
+            watch(result, weight)
+            weight.watch_alias(result)
     for tensor in _plain_in(result):
         try:
-            weight = storages.get(tensor.untyped_storage()._cdata)
+            found = storages.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # a wrapper has none
             continue
-        if weight is not None:
-            watch(tensor, weight)
-            weight.watch_alias(tensor)
+        if found is not None:
+            watch(tensor, found)
+            found.watch_alias(tensor)
     return result
 
 
@@ -367,11 +423,11 @@ def _plain_in(result: Any) -> Iterator[Tensor]:
             yield from _plain_in(each)
 
 
-def _on_host(tensor: Tensor) -> Tensor:
+def on_host(tensor: Tensor) -> Tensor:
     """The tensor's elements on the CPU, in the master."""
     weight = owner_of(tensor)
-    on_host = holder_of(weight).host_copy(weight)
-    return on_host.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    found = holder_of(weight).host_copy(weight)
+    return found.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _set_data(tensor: Tensor, value: Tensor) -> None:

@@ -87,6 +87,9 @@ class Holder(Protocol):
     def host_copy(self, weight: Weight) -> Tensor:
         """A view of its master on the CPU, which has the newest bytes."""
 
+    def leave_device(self) -> None:
+        """Everything that nobody uses leaves the device, until it is used."""
+
 
 class BlockHolder(Holder, Protocol):
     """Who streams the weights of blocks, as hooks of modules ask."""
@@ -135,6 +138,8 @@ class Weight:
     """
 
     is_gradient = False
+    away = ""
+    """Why nothing brings its bytes to the device for a call, and the way out; "" where something does."""
 
     def __init__(self, parameter: nn.Parameter, name: str, module: nn.Module, attribute: str) -> None:
         self.parameter: Tensor = parameter

@@ -172,7 +172,7 @@ class Window:
     # -- memory ----------------------------------------------------------------------------------------------
     def take(self, weights: Collection[Streamed]) -> None:
         """These are the weights from here on."""
-        self._gone()
+        self.leave()
         self.weights, self._order = [*weights], Order()
         for place, each in enumerate(self.weights):
             each.place = place
@@ -192,9 +192,10 @@ class Window:
             each.stay = min(each.number, rest * each.weight.nbytes // self.nbytes // each.each)
             each.favoured = set()
             self.room_bytes += each.stay * each.each
-        self._gone()
+        self.leave()
 
-    def _gone(self) -> None:
+    def leave(self) -> None:
+        """Its memory goes, and comes again with the next uses. Order: [Order: experts gone]."""
         device, lane = self._device, self.lane
         for home in self.homes.values():
             device.wait(home, device.record(device.h2d), "experts gone")

@@ -28,7 +28,7 @@ LEVELS: list[set[str]] = [
     {"modules"},  # hooks on a user's modules, which open groups
     {"process"},  # the manager that this process has
     {"marks"},
-    {"report", "plot"},
+    {"report", "plot", "park"},
     {"apply", "load"},
     {"compare"},  # tries what apply does
     {"compat", "pipelining"},  # the sources' spellings, and torch's pipelines: adapters of all the rest

@@ -95,7 +95,7 @@ def test_a_step_that_breaks_off_is_over_when_its_error_arrives(
     these."""
     model = net()
     optimizer = wrapped(model, executor=executor)
-    device = optimizer._engine.device
+    device = optimizer.engine.device
     with monkeypatch.context() as patch:
         if fails_in == "the kernel":
             patch.setattr(streamed_step, "adam", failing(streamed_step.adam, 2))
@@ -120,7 +120,7 @@ def test_the_device_holds_three_buckets_whatever_the_number_of_parameters() -> N
     model = net()
     optimizer = wrapped(model)
     assert optimizer.ring_bytes <= 3 * 4 * 2048
-    device = optimizer._engine.device
+    device = optimizer.engine.device
     assert isinstance(device, SimDevice)
     before = device.active_bytes()
     trained(model, optimizer, 1)

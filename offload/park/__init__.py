@@ -1,0 +1,7 @@
+"""Park and wake: the training state of a model leaves the device between phases, and comes back."""
+
+from offload.park.api import park, parked
+from offload.park.parked import Parked
+from offload.park.report import ParkReport
+
+__all__ = ["ParkReport", "Parked", "park", "parked"]

@@ -1,0 +1,174 @@
+"""Which storages a model, its gradients, its optimizers and what else is named have on the device, and every
+tensor that is known to hold one of them.
+
+One invariant: a storage may leave only if all that hold it are known here, so that each of them can be
+watched; who reads a freed storage past that ends the process. Holders are tensors, by identity, and the
+storage's use count says how many there are.
+
+    plain tensor        holds its storage once, and so does the base that it is a view of
+    wrapper             holds none: a DTensor's local shard does, and the inner tensors of a quantized one
+    FSDP2's shard       is held by FSDPParam as well; parameters of HybridDeviceOptimizer by its ParamViews
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from offload.device import Device
+from offload.params.home import HOME, use_count
+from offload.params.view import inner_parts
+from offload.park.memory import KindMemory
+from offload.park.report import Kind
+from offload.weights.weight import Holder, Weight, nobody
+
+__all__ = ["KINDS", "Census", "Entry", "own_optimizer", "tensors_in"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+class Entry(Weight):
+    """A storage that leaves the device, and the host's copy of it.
+
+    | name | |
+    |---|---|
+    | kinds | all that it is part of: it is on the device while one of them is awake |
+    | home, memory | the kind whose memory has its bytes, and that |
+    | storage | the tensors' own, without bytes while parked |
+    | holders, wrappers | tensors by id, until it is parked; then weak references, as aliases of a Weight |
+    | master | its bytes on the host: 1-D, uint8 |
+    """
+
+    int8 = dirty = _host_is_old = False
+    experts = uses = None
+    parameter = torch.empty(0)
+    """None: each tensor over the storage is an alias."""
+    home: Kind
+    memory: KindMemory
+
+    def __init__(self, name: str, storage: torch.UntypedStorage) -> None:
+        # not as a Weight, which is of a module's parameter
+        self.name, self.storage, self.nbytes = name, storage, storage.nbytes()
+        self.kinds: set[Kind] = set()
+        self.holders: dict[int, Tensor] = {}
+        self.wrappers: dict[int, Tensor] = {}
+        self._aliases: list[weakref.ref[Tensor]] = []
+        self._on_host, self._array, self._host_version = None, nobody, 0
+
+    def belongs_to(self, parked: Any) -> None:
+        """Whoever touches one of its tensors asks `parked` for the host's bytes, or is told to wake it."""
+        self.holder = weakref.ref(parked)
+        kinds = ", ".join(f'"{kind}"' for kind in KINDS if kind in self.kinds)
+        self.away = (
+            f"which is parked: call wake({kinds}) on what offload.park() returned first. state_dict(), "
+            "torch.save() and .cpu() read its bytes on the host"
+        )
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether somebody holds the storage that is not known here."""
+        return bool(use_count(self.storage._cdata) > len(self.holders) + 1)  # the object that was asked
+
+    @property
+    def reader(self) -> object | None:
+        """What lives as long as somebody has the host's copy."""
+        return self._reader_of_host_copy()
+
+    def elements(self, flat: Tensor) -> Tensor:
+        """As Weight: of a storage, its bytes."""
+        return flat
+
+
+class Census:
+    """What there is, of one device.
+
+    entries: by storage. streams: who has other tensors of the model on the host already. others: name, bytes
+    and kind of what is on another device.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.entries: dict[int, Entry] = {}
+        self.streams: dict[Holder, Kind] = {}
+        self.others: list[tuple[str, int, Kind]] = []
+
+    def add(self, kind: Kind | None, named: Iterable[tuple[str, Tensor]]) -> None:
+        """These tensors are of that kind; None: they may hold storages that are noted by then."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, tensor in named:
+                self._note(kind, name, tensor, ())
+
+    def _note(self, kind: Kind | None, name: str, tensor: Tensor, wrappers: tuple[Tensor, ...]) -> None:
+        if (owner := vars(tensor).get(HOME, nobody)()) is not None:
+            if kind is not None and not owner.away and (holder := owner.holder()) is not None:
+                self.streams.setdefault(holder, kind)
+        elif inner := inner_parts(tensor):
+            for attribute, part in inner.items():
+                self._note(kind, f"{name}.{attribute}", part, (*wrappers, tensor))
+        elif tensor.layout is torch.strided and self._device.owns(tensor):
+            storage = tensor.untyped_storage()
+            if kind is not None and storage.nbytes():
+                self.entries.setdefault(storage._cdata, Entry(name, storage)).kinds.add(kind)
+            if (entry := self.entries.get(storage._cdata)) is not None:
+                entry.holders |= {id(t): t for t in (tensor, tensor._base) if t is not None}
+                entry.wrappers |= {id(t): t for t in wrappers}
+        elif kind is not None and tensor.device.type not in ("cpu", "meta"):
+            self.others.append((name, tensor.nbytes, kind))
+
+    def add_model(self, model: nn.Module) -> dict[int, str]:
+        """Parameters, buffers and gradients, and what else holds them. Names of parameters by id."""
+        parameters = [*model.named_parameters(remove_duplicate=False)]
+        self.add("weights", chain(parameters, model.named_buffers(remove_duplicate=False)))
+        for attribute in ("grad", "main_grad", "decoupled_grad"):
+            found = [(f"{name}.{attribute}", getattr(each, attribute, None)) for name, each in parameters]
+            self.add("gradients", [(name, each) for name, each in found if isinstance(each, Tensor)])
+        for module in model.modules():
+            beside = [value for name, value in vars(module).items() if name not in _REGISTERED]
+            self.add(None, tensors_in("", [*beside, *(vars(each) for each in _fsdp_params(module))]))
+        return {id(each): name for name, each in parameters}
+
+    def add_optimizer(self, optimizer: Any, names: Mapping[int, str], prefix: str) -> None:
+        """State, and masters in its groups, which are no parameters of a model's."""
+        if (own := own_optimizer(optimizer)) is None:
+            return
+        for at, group in enumerate(own.param_groups):
+            masters = (p for p in group["params"] if own is not optimizer or type(p) is not nn.Parameter)
+            found = ((f"{prefix}param_groups[{at}]", each) for each in masters if id(each) not in names)
+            self.add("optimizer", found)
+        for key, entry in own.state.items():
+            self.add("optimizer", tensors_in(f"{prefix}state of {names.get(id(key), 'a parameter')}", entry))
+
+
+def own_optimizer(optimizer: Any) -> Any:
+    """The optimizer whose state is on the device; None where none has any there."""
+    return optimizer.gpu_optimizer if hasattr(optimizer, "placed") else optimizer
+
+
+def tensors_in(name: str, value: Any, depth: int = 8) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a module, or nested in so many dictionaries and lists, with names that begin with
+    `name`."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, nn.Module):
+        for below in (value.named_parameters, value.named_buffers):
+            yield from ((f"{name}.{each}", found) for each, found in below(remove_duplicate=False))
+    elif isinstance(value, Mapping):
+        for key, each in value.items() if depth else ():
+            yield from tensors_in(f"{name}.{key}" if isinstance(key, (str, int)) else name, each, depth - 1)
+    elif isinstance(value, (list, tuple, set, deque)) and not isinstance(next(iter(value), 0), str):
+        for place, each in enumerate(value) if depth else ():
+            yield from tensors_in(f"{name}[{place}]", each, depth - 1)
+
+
+def _fsdp_params(module: Any) -> Iterator[Any]:
+    """FSDP2's own objects for the parameters of a module, of which torch has no public look."""
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    for group in getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)]):
+        yield from () if group is None else group.fsdp_params

@@ -1,0 +1,426 @@
+"""`park` and `wake`: the whole training state leaves the device between phases, at the link's rate.
+
+    parked = offload.park(model, optimizer)     # weights, gradients, optimizer state: on the host
+    generate()
+    parked.wake("weights")
+    sync_weights()
+    parked.wake()                               # the rest
+
+Parameters, gradients and state stay the objects that they are: the bytes of their storages go and come, and
+whoever touches one meanwhile is answered from the host or gets an error (guard.py, weights/watched.py).
+
+One invariant: each kind is parked or awake, whatever exception comes between. A kind is parked once all of
+its bytes are on the host, and awake once all of its copies to the device are issued, for the lane that woke
+it.
+
+# [Order: park out]
+# hazard  RAW: `d2h` copies a storage that a lane is still writing.
+# edge    d2h waits for an event recorded on the compute lane.
+#         What `h2d` still reads of the host's bytes for the last wake comes before: compute has waited.
+# alive   the storage, which is freed once the host has waited for the copy.
+# proof   tests/property/test_park_edges.py, edge "park out"
+#
+# [Order: park room]
+# hazard  allocator reuse: `h2d` writes bytes that work issued to `compute` before still uses.
+# edge    h2d waits for an event recorded on the compute lane after the allocation.
+# alive   the tensors' storage.
+# proof   tests/property/test_park_edges.py, edge "park room"
+#
+# [Order: park here]
+# hazard  RAW: compute reads a storage before `h2d` has written it.
+# edge    compute waits for the event after the copies.
+# alive   the tensors' storage, and the section.
+# proof   tests/property/test_park_edges.py, edge "park here"
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.client import Client, weakly
+from offload.engine import OffloadEngine
+from offload.errors import CaptureError, OffloadError
+from offload.ids import Owner
+from offload.optim.step import open_runners
+from offload.optim.touch import await_all
+from offload.params.sections import check_budget, free_bytes
+from offload.park.census import KINDS, Census, Entry, tensors_in
+from offload.park.guard import Gate
+from offload.park.memory import KindMemory
+from offload.park.report import Kind, KindReport, ParkReport
+from offload.sizes import bytes_text
+from offload.telemetry.records import ClientStats
+from offload.telemetry.speaker import Once, speaker
+from offload.transfer.layout import bytes_of
+from offload.weights.watched import make_plain, watch
+from offload.weights.weight import Weight, in_backward
+
+__all__ = ["Parked"]
+
+logger = speaker(__name__)
+
+_ALL_CACHED = 1 << 40
+"""A release of cached device memory is worth it, however little of it there is."""
+
+_H200_BYTES_PER_S = 55e9
+"""What a plan counts with where the link was not measured."""
+
+_PIECE_BYTES = 256 << 20
+"""Of one copy to the device, for which memory is allocated first."""
+
+
+class Parked(Client):
+    """What `park` did to a model, its gradients and its optimizers, over all cycles.
+
+    report: of the last park. Its host memory stays pinned for the next cycle, until `close()`, or until the
+    model and this object are gone.
+    """
+
+    name = "park"
+
+    def __init__(self, engine: OffloadEngine, model: nn.Module) -> None:
+        self.engine, self._device, self._pid = engine, engine.device, os.getpid()
+        self._model, self._name = weakref.ref(model), type(model).__name__
+        self._optimizers: list[weakref.ref[Any]] = []
+        self._rings: list[weakref.ref[Any]] = []  # that optimizers of ours make again
+        self._parked: set[Kind] = set()
+        self._memory = {kind: KindMemory(engine.arena) for kind in KINDS}
+        self._entries: list[Entry] = []
+        self._hooks: list[Any] = []
+        self._gate = Gate(weakly(self.refuse))
+        self._said = Once()
+        self.report = ParkReport()
+        engine.attach(self)
+
+    def __repr__(self) -> str:
+        awake = ", ".join(kind for kind in KINDS if kind not in self._parked)
+        return (
+            f"Parked({self._name}: parked {', '.join(self.parked) or 'nothing'}; awake {awake or 'nothing'})"
+        )
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.report}"
+
+    @property
+    def parked(self) -> tuple[Kind, ...]:
+        """The kinds that are parked."""
+        return tuple(kind for kind in KINDS if kind in self._parked)
+
+    def end_step(self) -> ClientStats:
+        """As Client."""
+        return ClientStats(lent_bytes=sum(memory.nbytes for memory in self._memory.values()))
+
+    @contextmanager
+    def hold(self, weights: Collection[Weight]) -> Iterator[None]:
+        """As Holder: nothing is brought for a read."""
+        for weight in weights:
+            raise OffloadError(f"a read of {weight.name}, {weight.away}")
+        yield
+
+    def host_copy(self, weight: Weight) -> torch.Tensor:
+        """As Holder."""
+        return weight.on_host()
+
+    def refuse(self, what: str, *kinds: str) -> None:
+        """Raises OffloadError for `what`, where one of these kinds is parked."""
+        if away := [kind for kind in self.parked if kind in kinds]:
+            raise OffloadError(
+                f"{what} while {' and '.join(away)} of {self._name} are parked: call "
+                f"wake({', '.join(map(repr, away))}) on what offload.park() returned first"
+            )
+
+    def _refuse_now(self, what: str) -> None:
+        if self._pid != os.getpid():
+            raise OffloadError(
+                f"{what} in a fork of process {self._pid}, which has the device: call it there"
+            )
+        if in_backward():
+            raise OffloadError(f"{what} inside a backward, which uses what it moves: call it between steps")
+        self.engine.refuse_in_capture(what)
+
+    # -- park ------------------------------------------------------------------------------------------------
+    def park(
+        self, optimizers: Sequence[Any], extra: Sequence[Any], kinds: Collection[Kind], **options: bool
+    ) -> None:
+        """See `offload.park`. Blocks the host until all has left."""
+        with self.engine.lock, torch.inference_mode(False), torch.no_grad():
+            self._refuse_now("park()")
+            coming = [kind for kind in KINDS if kind in kinds and kind not in self._parked]
+            report = ParkReport(free_bytes(self.engine.arena), is_plan=options["dry_run"])
+            report.notes += [f"{kind} are parked already" for kind in self.parked if kind in kinds]
+            if optimizers:
+                self._optimizers = [weakref.ref(each) for each in optimizers]
+            census = self._count(extra, is_plan=report.is_plan)
+            chosen = self._choose(census, coming, report)
+            if not report.is_plan:
+                self._make_room(chosen, report, pageable=options["pageable"])
+                self._send(chosen, report, ignore_graphs=options["ignore_graphs"])
+                with self._as_it_is():
+                    self._parked.update(coming)
+                    self._entries += (entry for entries in chosen.values() for entry in entries)
+                    _to_the_end(self._leave)
+                self._free_beside(census, coming, report)
+            self.report = report
+            self._say(report)
+
+    @contextmanager
+    def _as_it_is(self) -> Iterator[None]:
+        """At the end hooks are on what is parked then; an error says what that is."""
+        try:
+            yield
+        except BaseException as error:
+            error.add_note(f"offload: {self!r}")
+            raise
+        finally:
+            while self._hooks:
+                self._hooks.pop().remove()
+            if self._parked:
+                self._hooks.extend(self._gate.close(self._model(), _living(self._optimizers)))
+
+    def _count(self, extra: Sequence[Any], *, is_plan: bool) -> Census:
+        """What there is, once steps under way have ended. Blocks the host for these."""
+        census, model = Census(self._device), self._model()
+        assert model is not None  # whoever parks it has it
+        known = {id(each) for each in model.parameters()}
+        await_all([*model.parameters()])
+        runners = [each for each in open_runners() if not known.isdisjoint(map(id, each.parameters()))]
+        for runner in runners:
+            runner.rest()
+        for module in model.modules() if not is_plan else ():
+            if hasattr(module, "_get_fsdp_state"):
+                module.reshard()  # type: ignore[operator]
+        names = census.add_model(model)
+        for at, optimizer in enumerate(_living(self._optimizers)):
+            census.add_optimizer(optimizer, names, f"optimizer {at}, " if at else "")
+        for at, each in enumerate(extra):
+            if not (found := [*tensors_in(f"extra[{at}]", each)]):
+                raise ValueError(f"extra[{at}] is a {type(each).__name__}, without tensors: name them")
+            census.add("extra", found)
+        census.add(None, (("", view) for runner in runners for view in runner.views()))
+        return census
+
+    def _choose(self, census: Census, coming: Sequence[Kind], report: ParkReport) -> dict[Kind, list[Entry]]:
+        """The storages that may leave, by the kind whose memory they get."""
+        chosen: dict[Kind, list[Entry]] = {kind: [] for kind in coming}
+        report.kinds = {kind: KindReport() for kind in coming}
+        rates, where = self.engine.rates, self._device.name
+        rate = _H200_BYTES_PER_S if rates is None else rates.d2h_bytes_per_s
+        for entry in census.entries.values():
+            of = [kind for kind in coming if kind in entry.kinds]
+            if not of:
+                continue
+            entry.home, of_kind = of[0], report.kinds[of[0]]
+            if awake := entry.kinds - {*coming} - self._parked:
+                why = f"{' and '.join(sorted(awake))} have it too, and stay awake"
+            elif entry.is_shared or not entry.storage.resizable():
+                why = "something else holds its memory, such as a view that park() does not know"
+            else:
+                entry.belongs_to(self)
+                chosen[entry.home].append(entry)
+                of_kind.moved_bytes += entry.nbytes
+                of_kind.seconds, report.host_bytes = (
+                    of_kind.moved_bytes / rate,
+                    report.host_bytes + entry.nbytes,
+                )
+                continue
+            of_kind.staying[entry.name] = entry.nbytes, why
+        for name, nbytes, kind in (each for each in census.others if each[2] in coming):
+            report.kinds[kind].staying[name] = nbytes, f"it is on another device than {where}"
+        if report.is_plan and rates is None:
+            report.notes.append(f"seconds are of {rate / 1e9:.0f} GB/s: the link was not measured")
+        return chosen
+
+    def _make_room(self, chosen: dict[Kind, list[Entry]], report: ParkReport, *, pageable: bool) -> None:
+        """Host memory for all of it. Blocks the host for the pinning. Raises HostBudgetError before anything
+        has moved."""
+        began, arena = time.perf_counter(), self.engine.arena
+        sizes = {kind: tuple(entry.nbytes for entry in entries) for kind, entries in chosen.items()}
+        old = {kind: memory for kind, memory in self._memory.items() if kind in sizes}
+        lacking = [kind for kind, had in old.items() if had.sizes != sizes[kind] or had.pageable_bytes]
+        for kind in lacking:
+            old[kind].close()
+        held_bytes, needed = arena.held_bytes, sum(sum(sizes[kind]) for kind in lacking)
+        if not pageable:
+            what = f"{', '.join(lacking)} of {self._name}, to be parked,"
+            check_budget(arena, needed, what, "name fewer kinds, or give pageable=True")
+        for kind in lacking:
+            old[kind].make(sizes[kind], pageable=pageable)
+        report.pageable_bytes = sum(memory.pageable_bytes for memory in old.values())
+        report.host_bytes = sum(memory.nbytes for memory in old.values())
+        report.pinned_bytes, report.pin_s = arena.held_bytes - held_bytes, time.perf_counter() - began
+
+    def _send(self, chosen: dict[Kind, list[Entry]], report: ParkReport, *, ignore_graphs: bool) -> None:
+        """Copy all of it to the host. Blocks the host until it is there. Raises CaptureError for graphs that
+        may read it, and then nothing has left. Order: [Order: park out]."""
+        device = self._device
+        for entry in (entry for entries in chosen.values() for entry in entries):
+            device.note_write(device.compute, _flat(entry))
+        device.wait(device.d2h, device.record(device.compute), "park out")
+        points = [device.record(device.d2h, timed=True)]
+        try:
+            for kind, entries in chosen.items():
+                for slots in self._memory[kind].slots:
+                    for at, slot in slots:
+                        entries[at].master, entries[at].memory = slot, self._memory[kind]
+                    pairs = [(slot, _flat(entries[at])) for at, slot in slots]
+                    self.engine.copier.of(Owner("park", kind)).send(pairs)
+                points.append(device.record(device.d2h, timed=True))
+            if not ignore_graphs and (number := device.live_graphs()):  # looked for beside the copies
+                raise CaptureError(
+                    f"park() of {self._name} while {number} CUDA graphs can be replayed, and nobody can ask "
+                    "them what they read: addresses change over a cycle. Drop them first, or give "
+                    "ignore_graphs=True where none of them reads what is parked"
+                )
+        finally:
+            device.synchronize(device.record(device.d2h))
+        for kind, start, end in zip(chosen, points, points[1:], strict=False):
+            report.kinds[kind].seconds = device.elapsed_ms(start, end) / 1e3
+
+    def _leave(self) -> None:
+        """Watch every tensor whose bytes are on the host, then free the bytes."""
+        for entry in self._entries:
+            tensors = [*entry.holders.values(), *entry.wrappers.values()]
+            # a save of autograd that no hook has seen would read freed bytes: now torch refuses it
+            torch.autograd.graph.increment_version([each for each in tensors if not each.is_inference()])
+            for tensor in tensors:
+                watch(tensor, entry)
+                entry.watch_alias(tensor)
+            if tensors:
+                self._device.free(entry.storage)
+            entry.holders, entry.wrappers = {}, {}
+
+    def _free_beside(self, census: Census, coming: Sequence[Kind], report: ParkReport) -> None:
+        """What needs no copy leaves the device: streamed weights and gradients, rings of optimizers; and what
+        the allocator has cached goes back to the driver."""
+        optimizers = _living(self._optimizers) if "optimizer" in coming else []
+        rings = [each for each in optimizers if hasattr(each, "drop_ring")]
+        self._rings += map(weakref.ref, rings)
+        beside: list[tuple[Kind, Callable[[], None]]] = [("optimizer", each.drop_ring) for each in rings]
+        beside += [(kind, each.leave_device) for each, kind in census.streams.items() if kind in coming]
+        for kind, leave in beside:
+            before = self._device.active_bytes()
+            leave()
+            report.kinds[kind].clean_bytes += before - self._device.active_bytes()
+        torch.clear_autocast_cache()
+        began, report.device_bytes = time.perf_counter(), self._device.active_bytes()
+        report.given_back_bytes = self._device.release_cached(_ALL_CACHED, of_peak=False)
+        report.release_s = time.perf_counter() - began
+
+    def _say(self, report: ParkReport) -> None:
+        for note in report.notes:
+            logger.info("park() of %s: %s", self._name, note)
+        staying = [] if report.is_plan else report.staying
+        if staying and self._said.first("staying", *(name for name, *_ in staying)):
+            logger.warning(
+                "park() of %s leaves %d tensors, %s, on the device (the largest: %s: %s); the report has all",
+                self._name,
+                len(staying),
+                bytes_text(sum(nbytes for _, nbytes, _ in staying)),
+                staying[0][0],
+                staying[0][2],
+            )
+        if report.pageable_bytes and self._said.first("pageable"):
+            logger.warning(
+                "park() of %s: %s go to ordinary memory, because the host's budget has no more; their copies "
+                "run at a fraction of the link's rate and block the host. Raise host_limit for pinned memory",
+                self._name,
+                bytes_text(report.pageable_bytes),
+            )
+
+    # -- wake ------------------------------------------------------------------------------------------------
+    def wake(self, *kinds: Kind) -> None:
+        """Bring these kinds back to the device, or all. A kind that is awake stays as it is, which is said.
+        What the current lane does next finds them; the host is not blocked but for allocations. Raises
+        torch.OutOfMemoryError where one does not fit, which is parked then."""
+        check_kinds(kinds)
+        with self.engine.lock, torch.inference_mode(False), torch.no_grad(), self._as_it_is():
+            self._refuse_now("wake()")
+            for kind in kinds or self.parked:
+                if kind in self._parked:
+                    self._bring(kind)
+                else:
+                    logger.info("wake() of %s: %s are awake already", self._name, kind)
+
+    def _bring(self, kind: Kind) -> None:
+        coming = [entry for entry in self._entries if kind in entry.kinds]
+        away = [entry for entry in coming if entry.aliases() and not entry.storage.nbytes()]
+        try:
+            self._fetch(away)
+        except BaseException:
+            self._device.synchronize(self._device.record(self._device.h2d))
+            for entry in away:
+                self._device.free(entry.storage)
+            raise
+        _to_the_end(lambda: self._hand_over(kind, coming))
+
+    def _fetch(self, away: Sequence[Entry]) -> None:
+        """By pieces, so that copies begin before all is allocated. Order: [Order: park room], [Order: park
+        here]."""
+        device, piece, arrived = self._device, list[Entry](), None
+        for entry in away:
+            device.refill(entry.storage, entry.nbytes)
+            piece.append(entry)
+            if entry is away[-1] or sum(each.nbytes for each in piece) >= _PIECE_BYTES:
+                device.wait(device.h2d, device.record(device.compute), "park room")
+                copies = self.engine.copier.of(Owner("park", piece[0].home))
+                arrived = copies.fetch([(_flat(each), each.master) for each in piece])
+                piece = []
+        if arrived is not None:
+            device.wait(device.compute, arrived, "park here")
+            for memory in {entry.memory for entry in away}:
+                memory.arrived[:] = [arrived]
+
+    def _hand_over(self, kind: Kind, coming: Sequence[Entry]) -> None:
+        """The tensors are torch's own again. Host memory that somebody reads is theirs."""
+        for tensor in (tensor for entry in coming for tensor in entry.aliases()):
+            make_plain(tensor, for_good=True)
+        self._parked.discard(kind)
+        for entry in coming:
+            if (reader := entry.reader) is not None:
+                weakref.finalize(reader, id, entry.memory).atexit = False  # which lives as long
+                self._memory[entry.home] = KindMemory(self.engine.arena)
+        gone = {*map(id, coming)}
+        self._entries = [entry for entry in self._entries if id(entry) not in gone]
+        if kind == "optimizer":
+            rings, self._rings = _living(self._rings), []
+            for optimizer in rings:
+                optimizer.make_ring()
+
+    def close(self) -> None:
+        """Wake everything, and give the host memory back."""
+        self.wake()
+        with self.engine.lock:
+            self._memory = {kind: KindMemory(self.engine.arena) for kind in KINDS}
+            self.engine.detach(self)
+
+
+def check_kinds(kinds: Iterable[object]) -> None:
+    """Raises ValueError for what is no kind."""
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(f"{kind!r} is no kind of what is parked: {', '.join(map(repr, KINDS))}")
+
+
+def _flat(entry: Entry) -> torch.Tensor:
+    return bytes_of(entry.storage, 0, entry.nbytes)
+
+
+def _living(references: Iterable[weakref.ref[Any]]) -> list[Any]:
+    return [each for reference in references if (each := reference()) is not None]
+
+
+def _to_the_end(call: Callable[[], None]) -> None:
+    """An exception, such as an interrupt, comes after all that the call does, which may be done twice."""
+    try:
+        call()
+    except BaseException:
+        call()
+        raise
