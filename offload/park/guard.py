@@ -9,7 +9,9 @@ nothing.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,7 +90,7 @@ class Gate:
                 yield module.register_forward_pre_hook(_Hook(self._forward), prepend=True)
         for parameter in () if model is None else model.parameters():
             if is_parked(parameter.grad) and parameter.requires_grad and parameter.is_leaf:
-                yield parameter.register_hook(_Hook(self._backward))
+                yield parameter.register_hook(_Hook(partial(self._backward, weakref.ref(parameter))))
         for optimizer in (each for each in optimizers if isinstance(each, Optimizer)):
             yield optimizer.register_step_pre_hook(_Hook(self._step))
             yield optimizer.register_state_dict_post_hook(_Hook(self._state_of_optimizer))
@@ -97,9 +99,10 @@ class Gate:
     def _forward(self, module: nn.Module, args: Any) -> None:
         self._refuse(f"a forward of {type(module).__name__}", "weights")
 
-    def _backward(self, gradient: Tensor) -> None:
-        """Before torch adds to a gradient in C++."""
-        self._refuse("a backward", "gradients")
+    def _backward(self, parameter: weakref.ref[Tensor], gradient: Tensor) -> None:
+        """Before torch adds to its gradient in C++."""
+        if (found := parameter()) is not None and is_parked(found.grad):
+            self._refuse("a backward", "gradients")
 
     def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._refuse(f"step() of {type(optimizer).__name__}", "weights", "gradients", "optimizer")

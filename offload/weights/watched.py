@@ -276,6 +276,8 @@ def _while_away(weight: Weight, func: Callable[..., Any], args: Any, kwargs: Any
             make_plain(tensor, for_good=True)
             tensor.data = args[1]
             return None
+        if func is Tensor.to and kwargs == {"dtype": tensor.dtype, "device": tensor.device}:
+            return tensor  # its optimizer's load_state_dict() has loaded it
         named = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, (str, torch.device))]
         goes = func is Tensor.to and any(torch.device(each).type == "cpu" for each in named)
         if (goes or func is Tensor.cpu) and not inner_parts(tensor):

@@ -30,7 +30,7 @@ EDGES = {
 
 
 def cycles(device: SimDevice) -> None:
-    """Steps between cycles, the second on another lane, by kinds and whole; a side lane reads what is awake."""
+    """Steps between cycles, the second on another lane, by kinds and whole; each reads what is awake."""
     (model, optimizer), (plain, other) = in_training(), in_training()
     side, engine = device.new_compute_lane("side"), OffloadEngine(device=device)
     for cycle in range(3):
