@@ -11,12 +11,14 @@ hook of an earlier training is left then, also where that ended by an exception.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Self
 
 from transformers import TrainerCallback
 
 from offload.apply import Applied, apply, is_applied
 from offload.integrations import step_figures, with_optimizer
+from offload.park import parked
 from offload.telemetry.speaker import Once, speaker
 
 __all__ = ["OffloadCallback"]
@@ -29,6 +31,11 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
 
     handle: of an `apply` that was called before, for a model that does not fit on the device as it is; the
         callback logs its figures, and does not remove it.
+    park_while_generating: gradients and optimizer state wait on the host while the model, or vLLM beside it,
+        generates (TRL's GRPOTrainer and others). No callback of TRL's surrounds that: what is wrapped, from
+        the begin of a training to its end, is the public `generate` and `generate_batch` of the model and,
+        after `add_to`, of `trainer.vllm_generation`. CUDA graphs of the generator are taken to read neither.
+        Without other arguments nothing else is offloaded.
     arguments: those of `offload.apply`, instead of a handle; `optimizer=True` is the Trainer's.
 
     Use `add_to`: callbacks that a Trainer is given stand behind its reporters, which have written a log
@@ -36,29 +43,42 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     that move or recompute the same tensors, and for what `apply` refuses; nothing has moved then.
     """
 
-    def __init__(self, handle: Applied | None = None, **arguments: Any) -> None:
+    def __init__(
+        self, handle: Applied | None = None, *, park_while_generating: bool = False, **arguments: Any
+    ) -> None:
         if handle is not None and arguments:
             raise ValueError(f"OffloadCallback got a handle and {', '.join(arguments)}: give one of the two")
         self.handle = handle
         self._arguments = None if handle is not None else arguments
+        self._parks, self._applies = park_while_generating, bool(arguments) or not park_while_generating
+        self._trainer: Any = None
+        self._wrapped: list[tuple[Any, str]] = []
         self._is_first = False  # of the Trainer's callbacks
         self._said = Once()
 
     def add_to(self, trainer: Any) -> Self:
         """Add this callback to the Trainer before its reporters."""
         trainer.callback_handler.callbacks.insert(0, self)
-        self._is_first = True
+        self._is_first, self._trainer = True, trainer
         return self
 
     def remove(self) -> None:
         """Take the hooks off that this callback has put on: after an exception. `handle.report()` stays."""
         if self.handle is not None and self._arguments is not None:
             self.handle.remove()
+        while self._wrapped:
+            owner, name = self._wrapped.pop()
+            delattr(owner, name)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **others: Any
     ) -> None:
         self.remove()
+        if self._parks:
+            for owner in (model, getattr(self._trainer, "vllm_generation", None)):
+                for name in ("generate", "generate_batch"):
+                    if hasattr(owner, name) and name not in vars(owner):
+                        self._wrap(owner, name, model, optimizer)
         if self._arguments is None:
             if not is_applied(model):
                 raise ValueError(
@@ -66,8 +86,21 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
                     "with model_init=, give the callback the arguments of apply instead of a handle"
                 )
             return
+        if not self._applies:
+            return
         _check(args, self._arguments.get("mode"))
         self.handle = apply(model, **with_optimizer(self._arguments, [optimizer]))
+
+    def _wrap(self, owner: Any, name: str, model: Any, optimizer: Any) -> None:
+        generate = getattr(owner, name)
+
+        @functools.wraps(generate)
+        def while_parked(*args: Any, **kwargs: Any) -> Any:
+            with parked(model, optimizer, kinds=("gradients", "optimizer"), ignore_graphs=True):
+                return generate(*args, **kwargs)
+
+        setattr(owner, name, while_parked)
+        self._wrapped.append((owner, name))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
         if "loss" not in logs:  # of an evaluation, or of the whole training

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from offload.engine import OffloadEngine
 from offload.engines import default_engine
@@ -56,7 +55,7 @@ def park(
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}, must be a module: park each one by itself")
     given = [] if optimizer is None else [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
-    inner = [each if isinstance(each, Optimizer) else getattr(each, "optimizer", each) for each in given]
+    inner = [each if hasattr(each, "drop_ring") else getattr(each, "optimizer", each) for each in given]
     optimizers = [each for each in inner if hasattr(each, "param_groups") and hasattr(each, "state")]
     if len(optimizers) < len(given):
         names = ", ".join(type(each).__name__ for each in given)

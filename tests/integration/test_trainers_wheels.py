@@ -8,6 +8,7 @@ folder with the versions that it asks for, and what it imports of the rest.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,22 @@ THEIRS = (
     *("requests", "urllib3", "certifi", "charset_normalizer"),  # of wandb
     *("opentelemetry-api", "opentelemetry-sdk", "opentelemetry-semantic-conventions"),
 )
+PHASES = (
+    *("trl==1.16.0", "verl==0.9.1", "datasets==5.2.0", "tensordict", "ray", "hydra-core", "codetiming"),
+    *(
+        "pandas<3",
+        "pytz",
+        "python-dateutil",
+        "six",
+        "pyarrow",
+        "dill<0.4.2",
+        "multiprocess<0.70.20",
+        "xxhash",
+    ),
+    *("omegaconf", "antlr4-python3-runtime==4.9.3", "pylatexenc", "torchdata", "cloudpickle", "msgpack"),
+    *("jsonschema", "jsonschema-specifications", "referencing", "rpds-py", "attrs", "orjson", "pyvers"),
+    *("protobuf<7", "requests", "urllib3", "certifi", "charset_normalizer", "idna"),
+)
 AXOLOTL = (
     *("axolotl==0.19.0", "axolotl-contribs-lgpl==0.0.7", "axolotl-contribs-mit==0.0.6"),
     *("transformers==5.16.1", "trl==1.9.0", "accelerate==1.13.0", "peft==0.20.0", "tokenizers==0.23.1"),
@@ -47,6 +64,14 @@ def test_the_trainers_that_are_not_installed_train_with_the_same_bits(tmp_path: 
     target = install(tmp_path, *TRAINERS, *THEIRS)
     page = "tests/integration/test_integrations.py"
     assert passed(target, page, "-k", "trls or axolotls or torchtitans or tensorboard or wandb") == 5
+
+
+@pytest.mark.slow
+def test_the_trainers_that_generate_park_with_the_same_bits(tmp_path: Path) -> None:
+    target = install(tmp_path, *PHASES)
+    for name in ("scripts", "tests"):  # verl's wheel has folders of these names, which would hide ours
+        shutil.rmtree(target / name, ignore_errors=True)
+    assert passed(target, "tests/integration/test_phases.py") == 5
 
 
 @pytest.mark.slow
