@@ -199,8 +199,8 @@ class Device(Protocol):
         """From now on each `graph.replay()` calls `before` first, which may raise, and `after` last. Does not
         keep the graph alive."""
 
-    def live_graphs(self) -> int:
-        """Graphs of this process that can still be replayed, whoever captured them: a look at every object
+    def has_live_graphs(self) -> bool:
+        """Whether a graph of this process can still be replayed, whoever captured it: a look at every object
         that Python's collector knows."""
 
     # -- state -----------------------------------------------------------------------------------------------

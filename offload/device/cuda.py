@@ -242,11 +242,10 @@ class CudaDevice:
                 "before or after"
             )
 
-    def live_graphs(self) -> int:
-        found = sum(issubclass(type(each), torch.cuda.CUDAGraph) for each in gc.get_objects())
+    def has_live_graphs(self) -> bool:
+        found = any(torch.cuda.CUDAGraph in kind.__mro__ for kind in set(map(type, gc.get_objects())))
         if not found and gc.get_freeze_count():  # gc.freeze() hides objects; the pools of graphs are seen
-            pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
-            found = len(pools - {(0, 0)})
+            found = any(any(each["segment_pool_id"]) for each in torch.cuda.memory_snapshot())
         return found
 
     # -- state -----------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def parking(engine: Any) -> Any:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            own = vars(self)
+            own = self.__dict__
             self._offloads: tuple[bool, bool] = own["_is_offload_param"], own["_is_offload_optimizer"]
             own.update(_is_offload_param=False, _is_offload_optimizer=False)  # which are verl's own moves
 

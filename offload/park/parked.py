@@ -273,11 +273,11 @@ class Parked(Client):
                     pairs = [(slot, _flat(entries[at])) for at, slot in slots]
                     self.engine.copier.of(Owner("park", kind)).send(pairs)
                 points.append(device.record(device.d2h, timed=True))
-            if not ignore_graphs and (number := device.live_graphs()):  # looked for beside the copies
+            if not ignore_graphs and device.has_live_graphs():  # looked for beside the copies
                 raise CaptureError(
-                    f"park() of {self._name} while {number} CUDA graphs can be replayed, and nobody can ask "
-                    "them what they read: addresses change over a cycle. Drop them first, or give "
-                    "ignore_graphs=True where none of them reads what is parked"
+                    f"park() of {self._name} while a CUDA graph can be replayed, and nobody can ask it what it "
+                    "reads: addresses change over a cycle. Drop it first, or give ignore_graphs=True where no "
+                    "graph reads what is parked"
                 )
         finally:
             device.synchronize(device.record(device.d2h))
