@@ -381,8 +381,8 @@ class OffloadEngine:
                 self.arena.clear()
             except PoolError as error:
                 raise PoolError(
-                    f"the engine cannot be closed, its {error}: close() the optimizers, clear the pools "
-                    "and drop the state dicts of streamed weights that use it"
+                    f"the engine cannot be closed, its {error}: close() the optimizers and what park() "
+                    "returned, clear the pools and drop the state dicts of streamed weights that use it"
                 ) from None
 
 

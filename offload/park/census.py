@@ -12,14 +12,18 @@ storage's use count says how many there are.
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import cached_property
 from itertools import chain
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from offload.device import Device
 from offload.params.home import HOME, use_count
@@ -120,7 +124,27 @@ class Census:
                 entry.holders |= {id(t): t for t in (tensor, tensor._base) if t is not None}
                 entry.wrappers |= {id(t): t for t in wrappers}
         elif kind is not None and tensor.device.type not in ("cpu", "meta"):
-            self.others.append((name, tensor.nbytes, kind))
+            self.others.append((name, tensor.numel() * tensor.element_size(), kind))
+
+    @cached_property
+    def _unknown(self) -> Counter[int]:
+        """By storage, how many of Python's tensors have it that are not known here. Looks at all objects."""
+        known = {at for entry in self.entries.values() for at in entry.holders}
+        tensors = (
+            each for each in gc.get_objects() if issubclass(type(each), Tensor) and id(each) not in known
+        )
+        found: Counter[int] = Counter()
+        for each in tensors:
+            with suppress(Exception), torch._C.DisableTorchFunctionSubclass():  # a wrapper has none
+                found[each.untyped_storage()._cdata] += 1
+        return found
+
+    def is_saved(self, entry: Entry) -> bool:
+        """Whether a graph has a view of the storage for its backward: what else holds that is no object of
+        Python's, and a graph leads to a parameter over it."""
+        key = entry.storage._cdata
+        others = use_count(key) - len(entry.holders) - 1 - self._unknown[key]
+        return others > 0 and any(_is_in_graph(t) for t in entry.holders.values() if t.requires_grad)
 
     def add_model(self, model: nn.Module) -> dict[int, str]:
         """Parameters, buffers and gradients, and what else holds them. Names of parameters by id."""
@@ -165,6 +189,17 @@ def tensors_in(name: str, value: Any, depth: int = 8) -> Iterator[tuple[str, Ten
     elif isinstance(value, (list, tuple, set, deque)) and not isinstance(next(iter(value), 0), str):
         for place, each in enumerate(value) if depth else ():
             yield from tensors_in(f"{name}[{place}]", each, depth - 1)
+
+
+class _Token:
+    """Lives as long as the node of autograd's graph whose metadata has it."""
+
+
+def _is_in_graph(leaf: Tensor) -> bool:
+    node: Any = get_gradient_edge(leaf).node
+    token = weakref.ref(node.metadata.setdefault("offload", _Token()))
+    del node
+    return token() is not None
 
 
 def _fsdp_params(module: Any) -> Iterator[Any]:

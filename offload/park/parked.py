@@ -98,7 +98,6 @@ class Parked(Client):
         self._gate = Gate(weakly(self.refuse))
         self._said = Once()
         self.report = ParkReport()
-        engine.attach(self)
 
     def __repr__(self) -> str:
         awake = ", ".join(kind for kind in KINDS if kind not in self._parked)
@@ -153,6 +152,7 @@ class Parked(Client):
         """See `offload.park`. Blocks the host until all has left."""
         with self.engine.lock, torch.inference_mode(False), torch.no_grad():
             self._refuse_now("park()")
+            self.engine.attach(self)
             coming = [kind for kind in KINDS if kind in kinds and kind not in self._parked]
             report = ParkReport(free_bytes(self.engine.arena), is_plan=options["dry_run"])
             report.notes += [f"{kind} are parked already" for kind in self.parked if kind in kinds]
@@ -221,6 +221,11 @@ class Parked(Client):
             if awake := entry.kinds - {*coming} - self._parked:
                 why = f"{' and '.join(sorted(awake))} have it too, and stay awake"
             elif entry.is_shared or not entry.storage.resizable():
+                if "weights" in of and census.is_saved(entry):
+                    raise OffloadError(
+                        f"park() of {self._name} between a forward and its backward: a graph has saved "
+                        f"{entry.name}. Run the backward first, or drop the graph"
+                    )
                 why = "something else holds its memory, such as a view that park() does not know"
             else:
                 entry.belongs_to(self)
@@ -233,7 +238,7 @@ class Parked(Client):
                 continue
             of_kind.staying[entry.name] = entry.nbytes, why
         for name, nbytes, kind in (each for each in census.others if each[2] in coming):
-            report.kinds[kind].staying[name] = nbytes, f"it is on another device than {where}"
+            report.kinds[kind].staying[name] = nbytes, f"it is sparse, or on another device than {where}"
         if report.is_plan and rates is None:
             report.notes.append(f"seconds are of {rate / 1e9:.0f} GB/s: the link was not measured")
         return chosen
@@ -244,7 +249,11 @@ class Parked(Client):
         began, arena = time.perf_counter(), self.engine.arena
         sizes = {kind: tuple(entry.nbytes for entry in entries) for kind, entries in chosen.items()}
         old = {kind: memory for kind, memory in self._memory.items() if kind in sizes}
-        lacking = [kind for kind, had in old.items() if had.sizes != sizes[kind] or had.pageable_bytes]
+        lacking = [
+            kind
+            for kind, had in old.items()
+            if had.sizes != sizes[kind] or had.pageable_bytes > pageable << 62
+        ]
         for kind in lacking:
             old[kind].close()
         held_bytes, needed = arena.held_bytes, sum(sum(sizes[kind]) for kind in lacking)
@@ -275,9 +284,9 @@ class Parked(Client):
                 points.append(device.record(device.d2h, timed=True))
             if not ignore_graphs and device.has_live_graphs():  # looked for beside the copies
                 raise CaptureError(
-                    f"park() of {self._name} while a CUDA graph can be replayed, and nobody can ask it what it "
-                    "reads: addresses change over a cycle. Drop it first, or give ignore_graphs=True where no "
-                    "graph reads what is parked"
+                    f"park() of {self._name} while a CUDA graph can be replayed, and nobody can ask it what "
+                    "it reads: addresses change over a cycle. Drop it first, or give ignore_graphs=True "
+                    "where no graph reads what is parked"
                 )
         finally:
             device.synchronize(device.record(device.d2h))

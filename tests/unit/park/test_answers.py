@@ -101,6 +101,23 @@ def test_a_backward_into_parked_gradients_is_refused_and_one_of_before_is_torchs
         loss.backward()
 
 
+def test_a_park_between_forward_and_backward_is_refused_and_a_graph_that_is_spent_is_none() -> None:
+    (model, optimizer), (plain, other) = in_training(), in_training()
+    engine, alias = engine_of(), model.norm.weight.data
+    loss = model(torch.ones(2, WIDTH)).sum()
+    with pytest.raises(
+        OffloadError, match=r"between a forward and its backward: a graph has saved first\.weight"
+    ):
+        offload.park(model, optimizer, engine=engine)
+    loss.backward()
+    parked = offload.park(model, optimizer, engine=engine)  # loss lives, and so does its graph
+    assert [name for name, *_ in parked.report.staying] == ["norm.weight"]
+    assert torch.equal(alias, plain.norm.weight)
+    parked.wake()
+    plain(torch.ones(2, WIDTH)).sum().backward()
+    assert same(state_of(model, optimizer), state_of(plain, other))
+
+
 def test_state_dicts_have_the_bytes_and_can_be_saved(pair: tuple[Net, AdamW, Parked]) -> None:
     model, optimizer, _ = pair
     plain, other = in_training()
