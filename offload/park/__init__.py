@@ -2,6 +2,6 @@
 
 from offload.park.api import park, parked
 from offload.park.parked import Parked
-from offload.park.report import ParkReport
+from offload.park.report import KindReport, ParkReport
 
-__all__ = ["ParkReport", "Parked", "park", "parked"]
+__all__ = ["KindReport", "ParkReport", "Parked", "park", "parked"]
