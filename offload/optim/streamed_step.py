@@ -332,8 +332,8 @@ class StreamedPart(HostPart[StreamedBucket]):
         most = _SLOTS_BESIDE_WEIGHTS if streams and self.in_backward else RING_SLOTS
         slots = slots_for(sum(bucket.layout.numel for bucket in self.buckets), numel, most)
         if (slots, numel, flats) != self._ring_of:  # between steps
-            self._ring_of = slots, numel, flats
             self.ring = Ring(self.engine.device, numel, flats, slots)
+            self._ring_of = slots, numel, flats
         left = self.resident_most_bytes
         for bucket in self.buckets:
             needed = bucket.flat_bytes * len(bucket.names())

@@ -7,30 +7,11 @@
     parked.wake()                               # the rest
 
 Parameters, gradients and state stay the objects that they are: the bytes of their storages go and come, and
-whoever touches one meanwhile is answered from the host or gets an error (guard.py, weights/watched.py).
+whoever touches one meanwhile is answered from the host or gets an error.
 
 One invariant: each kind is parked or awake, whatever exception comes between. A kind is parked once all of
 its bytes are on the host, and awake once all of its copies to the device are issued, for the lane that woke
 it.
-
-# [Order: park out]
-# hazard  RAW: `d2h` copies a storage that a lane is still writing.
-# edge    d2h waits for an event recorded on the compute lane.
-#         What `h2d` still reads of the host's bytes for the last wake comes before: compute has waited.
-# alive   the storage, which is freed once the host has waited for the copy.
-# proof   tests/property/test_park_edges.py, edge "park out"
-#
-# [Order: park room]
-# hazard  allocator reuse: `h2d` writes bytes that work issued to `compute` before still uses.
-# edge    h2d waits for an event recorded on the compute lane after the allocation.
-# alive   the tensors' storage.
-# proof   tests/property/test_park_edges.py, edge "park room"
-#
-# [Order: park here]
-# hazard  RAW: compute reads a storage before `h2d` has written it.
-# edge    compute waits for the event after the copies.
-# alive   the tensors' storage, and the section.
-# proof   tests/property/test_park_edges.py, edge "park here"
 """
 
 from __future__ import annotations
@@ -40,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -48,19 +30,18 @@ from torch import nn
 from offload.client import Client, weakly
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError, OffloadError
-from offload.ids import Owner
 from offload.optim.step import open_runners
 from offload.optim.touch import await_all
 from offload.params.sections import check_budget, free_bytes
 from offload.park.census import KINDS, Census, Entry, tensors_in
 from offload.park.guard import Gate
 from offload.park.memory import KindMemory
+from offload.park.moves import fetch, free, send
 from offload.park.report import Kind, KindReport, ParkReport
 from offload.sizes import bytes_text
 from offload.telemetry.records import ClientStats
 from offload.telemetry.speaker import Once, speaker
-from offload.transfer.layout import bytes_of
-from offload.weights.watched import make_plain, watch
+from offload.weights.watched import make_plain
 from offload.weights.weight import Weight, in_backward
 
 __all__ = ["Parked"]
@@ -72,9 +53,6 @@ _ALL_CACHED = 1 << 40
 
 _H200_BYTES_PER_S = 55e9
 """What a plan counts with where the link was not measured."""
-
-_PIECE_BYTES = 256 << 20
-"""Of one copy to the device, for which memory is allocated first."""
 
 
 class Parked(Client):
@@ -160,13 +138,13 @@ class Parked(Client):
                 self._optimizers = [weakref.ref(each) for each in optimizers]
             census = self._count(extra, is_plan=report.is_plan)
             chosen = self._choose(census, coming, report)
+            ignores = options["ignore_graphs"]
             if not report.is_plan:
                 self._make_room(chosen, report, pageable=options["pageable"])
-                self._send(chosen, report, ignore_graphs=options["ignore_graphs"])
+                send(self.engine, self._memory, chosen, report, self._no_graph if not ignores else None)
+                entries = [*self._entries, *chain.from_iterable(chosen.values())]
                 with self._as_it_is():
-                    self._parked.update(coming)
-                    self._entries += (entry for entries in chosen.values() for entry in entries)
-                    _to_the_end(self._leave)
+                    _to_the_end(lambda: self._leave(entries, coming))
                 self._free_beside(census, coming, report)
             self.report = report
             self._say(report)
@@ -266,52 +244,27 @@ class Parked(Client):
         report.host_bytes = sum(memory.nbytes for memory in old.values())
         report.pinned_bytes, report.pin_s = arena.held_bytes - held_bytes, time.perf_counter() - began
 
-    def _send(self, chosen: dict[Kind, list[Entry]], report: ParkReport, *, ignore_graphs: bool) -> None:
-        """Copy all of it to the host. Blocks the host until it is there. Raises CaptureError for graphs that
-        may read it, and then nothing has left. Order: [Order: park out]."""
-        device = self._device
-        for entry in (entry for entries in chosen.values() for entry in entries):
-            device.note_write(device.compute, _flat(entry))
-        device.wait(device.d2h, device.record(device.compute), "park out")
-        points = [device.record(device.d2h, timed=True)]
-        try:
-            for kind, entries in chosen.items():
-                for slots in self._memory[kind].slots:
-                    for at, slot in slots:
-                        entries[at].master, entries[at].memory = slot, self._memory[kind]
-                    pairs = [(slot, _flat(entries[at])) for at, slot in slots]
-                    self.engine.copier.of(Owner("park", kind)).send(pairs)
-                points.append(device.record(device.d2h, timed=True))
-            if not ignore_graphs and device.has_live_graphs():  # looked for beside the copies
-                raise CaptureError(
-                    f"park() of {self._name} while a CUDA graph can be replayed, and nobody can ask it what "
-                    "it reads: addresses change over a cycle. Drop it first, or give ignore_graphs=True "
-                    "where no graph reads what is parked"
-                )
-        finally:
-            device.synchronize(device.record(device.d2h))
-        for kind, start, end in zip(chosen, points, points[1:], strict=False):
-            report.kinds[kind].seconds = device.elapsed_ms(start, end) / 1e3
+    def _no_graph(self) -> None:
+        if self._device.has_live_graphs():
+            raise CaptureError(
+                f"park() of {self._name} while a CUDA graph can be replayed, and nobody can ask it what it "
+                "reads: addresses change over a cycle. Drop it first, or give ignore_graphs=True where no "
+                "graph reads what is parked"
+            )
 
-    def _leave(self) -> None:
+    def _leave(self, entries: list[Entry], coming: Collection[Kind]) -> None:
         """Watch every tensor whose bytes are on the host, then free the bytes."""
-        for entry in self._entries:
-            tensors = [*entry.holders.values(), *entry.wrappers.values()]
-            # a save of autograd that no hook has seen would read freed bytes: now torch refuses it
-            torch.autograd.graph.increment_version([each for each in tensors if not each.is_inference()])
-            for tensor in tensors:
-                watch(tensor, entry)
-                entry.watch_alias(tensor)
-            if tensors:
-                self._device.free(entry.storage)
-            entry.holders, entry.wrappers = {}, {}
+        self._entries = entries
+        self._parked.update(coming)
+        for entry in entries:
+            free(self._device, entry)
 
     def _free_beside(self, census: Census, coming: Sequence[Kind], report: ParkReport) -> None:
         """What needs no copy leaves the device: streamed weights and gradients, rings of optimizers; and what
         the allocator has cached goes back to the driver."""
         optimizers = _living(self._optimizers) if "optimizer" in coming else []
         rings = [each for each in optimizers if hasattr(each, "drop_ring")]
-        self._rings += map(weakref.ref, rings)
+        self._rings = [*map(weakref.ref, rings)] if "optimizer" in coming else self._rings
         beside: list[tuple[Kind, Callable[[], None]]] = [("optimizer", each.drop_ring) for each in rings]
         beside += [(kind, each.leave_device) for each, kind in census.streams.items() if kind in coming]
         for kind, leave in beside:
@@ -326,22 +279,18 @@ class Parked(Client):
     def _say(self, report: ParkReport) -> None:
         for note in report.notes:
             logger.info("park() of %s: %s", self._name, note)
-        staying = [] if report.is_plan else report.staying
-        if staying and self._said.first("staying", *(name for name, *_ in staying)):
+        staying, name = [] if report.is_plan else report.staying, self._name
+        if staying and self._said.first("staying", *(each for each, *_ in staying)):
+            nbytes = bytes_text(sum(size for _, size, _ in staying))
             logger.warning(
-                "park() of %s leaves %d tensors, %s, on the device (the largest: %s: %s); the report has all",
-                self._name,
-                len(staying),
-                bytes_text(sum(nbytes for _, nbytes, _ in staying)),
-                staying[0][0],
-                staying[0][2],
+                f"park() of {name} leaves {len(staying)} tensors, {nbytes}, on the device (the largest: "
+                f"{staying[0][0]}: {staying[0][2]}); the report has all"
             )
         if report.pageable_bytes and self._said.first("pageable"):
             logger.warning(
-                "park() of %s: %s go to ordinary memory, because the host's budget has no more; their copies "
-                "run at a fraction of the link's rate and block the host. Raise host_limit for pinned memory",
-                self._name,
-                bytes_text(report.pageable_bytes),
+                f"park() of {name}: {bytes_text(report.pageable_bytes)} go to ordinary memory, because the "
+                "host's budget has no more; their copies run at a fraction of the link's rate and block the "
+                "host. Raise host_limit for pinned memory"
             )
 
     # -- wake ------------------------------------------------------------------------------------------------
@@ -361,31 +310,19 @@ class Parked(Client):
     def _bring(self, kind: Kind) -> None:
         coming = [entry for entry in self._entries if kind in entry.kinds]
         away = [entry for entry in coming if entry.aliases() and not entry.storage.nbytes()]
+        rings = _living(self._rings) if kind == "optimizer" else []
         try:
-            self._fetch(away)
+            for optimizer in rings:
+                optimizer.make_ring()
+            fetch(self.engine, away)
         except BaseException:
             self._device.synchronize(self._device.record(self._device.h2d))
             for entry in away:
                 self._device.free(entry.storage)
+            for optimizer in rings:
+                optimizer.drop_ring()
             raise
         _to_the_end(lambda: self._hand_over(kind, coming))
-
-    def _fetch(self, away: Sequence[Entry]) -> None:
-        """By pieces, so that copies begin before all is allocated. Order: [Order: park room], [Order: park
-        here]."""
-        device, piece, arrived = self._device, list[Entry](), None
-        for entry in away:
-            device.refill(entry.storage, entry.nbytes)
-            piece.append(entry)
-            if entry is away[-1] or sum(each.nbytes for each in piece) >= _PIECE_BYTES:
-                device.wait(device.h2d, device.record(device.compute), "park room")
-                copies = self.engine.copier.of(Owner("park", piece[0].home))
-                arrived = copies.fetch([(_flat(each), each.master) for each in piece])
-                piece = []
-        if arrived is not None:
-            device.wait(device.compute, arrived, "park here")
-            for memory in {entry.memory for entry in away}:
-                memory.arrived[:] = [arrived]
 
     def _hand_over(self, kind: Kind, coming: Sequence[Entry]) -> None:
         """The tensors are torch's own again. Host memory that somebody reads is theirs."""
@@ -398,10 +335,6 @@ class Parked(Client):
                 self._memory[entry.home] = KindMemory(self.engine.arena)
         gone = {*map(id, coming)}
         self._entries = [entry for entry in self._entries if id(entry) not in gone]
-        if kind == "optimizer":
-            rings, self._rings = _living(self._rings), []
-            for optimizer in rings:
-                optimizer.make_ring()
 
     def close(self) -> None:
         """Wake everything, and give the host memory back."""
@@ -416,10 +349,6 @@ def check_kinds(kinds: Iterable[object]) -> None:
     for kind in kinds:
         if kind not in KINDS:
             raise ValueError(f"{kind!r} is no kind of what is parked: {', '.join(map(repr, KINDS))}")
-
-
-def _flat(entry: Entry) -> torch.Tensor:
-    return bytes_of(entry.storage, 0, entry.nbytes)
 
 
 def _living(references: Iterable[weakref.ref[Any]]) -> list[Any]:

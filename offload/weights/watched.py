@@ -214,7 +214,7 @@ def watch(tensor: Tensor, weight: Weight) -> None:
     kind, watching = type(tensor), StreamedGradient if weight.is_gradient else StreamedWeight
     if kind not in (Tensor, nn.Parameter) and not issubclass(kind, Watched):
         tensor.__class__ = _watching(watching, kind)
-    elif not kind.__bases__[1:]:  # else it is one of those
+    elif not (issubclass(kind, StreamedWeight) and kind.__bases__[1:]):  # else it is one of those
         tensor.__class__ = watching
 
 
@@ -270,7 +270,9 @@ def _while_away(weight: Weight, func: Callable[..., Any], args: Any, kwargs: Any
     if func in _MAKE_ALIAS:
         return _aliases_in(untouched(func, args, kwargs), [owner_of(tensor)])
     if isinstance(tensor, StreamedWeight):
-        if func is Tensor.copy_ and tensor is args[1]:  # its module's load_state_dict() has loaded it
+        if func is Tensor.copy_ and any(
+            each is tensor for each in args[1:]
+        ):  # its module's load_state_dict() has loaded it
             return tensor
         if func in _SET_DATA and not isinstance(args[1], StreamedWeight):
             make_plain(tensor, for_good=True)
@@ -428,6 +430,8 @@ def _plain_in(result: Any) -> Iterator[Tensor]:
 def on_host(tensor: Tensor) -> Tensor:
     """The tensor's elements on the CPU, in the master."""
     weight = owner_of(tensor)
+    if inner_parts(tensor):
+        raise OffloadError(f"a copy of {weight.name}, {weight.away}")
     found = holder_of(weight).host_copy(weight)
     return found.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
