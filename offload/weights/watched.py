@@ -268,7 +268,8 @@ def _while_away(weight: Weight, func: Callable[..., Any], args: Any, kwargs: Any
     all else raises OffloadError."""
     tensor: Any = args[0] if args else None
     if func in _MAKE_ALIAS:
-        return _aliases_in(untouched(func, args, kwargs), [owner_of(tensor)])
+        made = untouched(func, args, kwargs)  # view_as() needs of the other tensor its shape alone
+        return _aliases_in(made, [owner_of(tensor)]) if isinstance(tensor, StreamedWeight) else made
     if isinstance(tensor, StreamedWeight):
         if func is Tensor.copy_ and any(
             each is tensor for each in args[1:]

@@ -238,8 +238,10 @@ def test_data_that_is_set_while_parked_is_the_tensors_own() -> None:
     parked = offload.park(model, optimizer, engine=engine_of())
     model.norm.bias.data = torch.full((WIDTH,), 3.0)
     assert model.norm.bias.eq(3).all()
+    nn.utils.vector_to_parameters(torch.full((WIDTH * WIDTH + WIDTH,), 2.0), model.first.parameters())
     parked.wake()
     assert model.norm.bias.eq(3).all()
+    assert model.last.weight.eq(2).all()
     assert type(model.norm.bias) is nn.Parameter
 
 
