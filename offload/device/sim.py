@@ -22,8 +22,8 @@ that.
 
 from __future__ import annotations
 
-import gc
 import os
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, get_args
@@ -87,6 +87,7 @@ class SimDevice(SimLanes):
         self._d2h_bytes_per_s = d2h_gb_s * 1e9
         self._h2d_bytes_per_s = h2d_gb_s * 1e9
         self._graph: SimGraph | None = None  # whose capture is under way
+        self._graphs: weakref.WeakSet[SimGraph] = weakref.WeakSet()
         self._watcher: CaptureWatcher | None = None
 
     @property
@@ -261,6 +262,7 @@ class SimDevice(SimLanes):
         if watcher is not None:
             watcher.capture_begins(graph)
         self._graph = graph
+        self._graphs.add(graph)
         try:
             try:
                 yield graph
@@ -289,7 +291,7 @@ class SimDevice(SimLanes):
     watch_replays = staticmethod(replace_replay)
 
     def has_live_graphs(self) -> bool:
-        return SimGraph in set(map(type, gc.get_objects()))
+        return bool(self._graphs)
 
     def _forbid_in_capture(self, what: str) -> None:
         if self._graph is not None:
