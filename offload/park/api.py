@@ -16,8 +16,8 @@ from torch import nn
 
 from offload.engine import OffloadEngine
 from offload.engines import default_engine
-from offload.park.census import KINDS
-from offload.park.parked import Parked, check_kinds
+from offload.park.census import KINDS, check_kinds
+from offload.park.parked import Parked
 from offload.park.report import Kind
 
 __all__ = ["park", "parked"]

@@ -32,7 +32,7 @@ from offload.park.memory import KindMemory
 from offload.park.report import Kind
 from offload.weights.weight import Holder, Weight, nobody
 
-__all__ = ["KINDS", "Census", "Entry", "own_optimizer", "tensors_in"]
+__all__ = ["KINDS", "Census", "Entry", "check_kinds", "own_optimizer", "tensors_in"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -168,6 +168,13 @@ class Census:
             self.add("optimizer", found)
         for key, entry in own.state.items():
             self.add("optimizer", tensors_in(f"{prefix}state of {names.get(id(key), 'a parameter')}", entry))
+
+
+def check_kinds(kinds: Iterable[object]) -> None:
+    """Raises ValueError for what is no kind."""
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(f"{kind!r} is no kind of what is parked: {', '.join(map(repr, KINDS))}")
 
 
 def own_optimizer(optimizer: Any) -> Any:

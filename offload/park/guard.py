@@ -20,18 +20,16 @@ from torch.optim import Optimizer
 
 from offload.compile.untraced import Unscripted
 from offload.optim.state import paired
-from offload.params.home import HOME
 from offload.params.view import inner_parts, local_of, sharded_like
 from offload.park.census import own_optimizer
-from offload.weights.watched import StreamedWeight, on_host
+from offload.weights.watched import StreamedWeight, away_of, on_host
 from offload.weights.weight import nobody
 
 __all__ = ["Gate", "host_value", "is_parked"]
 
 
 def is_parked(tensor: Any) -> bool:
-    owner = vars(tensor).get(HOME, nobody)() if isinstance(tensor, StreamedWeight) else None
-    return owner is not None and bool(owner.away)
+    return isinstance(tensor, StreamedWeight) and away_of(tensor) is not None
 
 
 def host_value(value: Any) -> Any:

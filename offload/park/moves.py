@@ -26,7 +26,6 @@ lane that asked for it has waited for its way in.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 
 import torch
 
@@ -59,17 +58,16 @@ def send(
     """Copy all that is chosen to the host, where it has its places. beside: called while the copies run; it
     may raise, and then nothing has left. Blocks the host until all is there. Order: [Order: park out]."""
     device = engine.device
-    for entry in chain.from_iterable(chosen.values()):
-        device.note_write(device.compute, _flat(entry))
-    device.wait(device.d2h, device.record(device.compute), "park out")
     points = [device.record(device.d2h, timed=True)]
     try:
         for kind, entries in chosen.items():
             for slots in memories[kind].slots:
-                for at, slot in slots:
+                pairs = [(slot, _flat(entries[at])) for at, slot in slots]
+                for (at, slot), (_, flat) in zip(slots, pairs, strict=True):
                     entries[at].master, entries[at].memory = slot, memories[kind]
-                copies = engine.copier.of(Owner("park", kind))
-                copies.send([(slot, _flat(entries[at])) for at, slot in slots])
+                    device.note_write(device.compute, flat)
+                device.wait(device.d2h, device.record(device.compute), "park out")
+                engine.copier.of(Owner("park", kind)).send(pairs)
             points.append(device.record(device.d2h, timed=True))
         if beside is not None:
             beside()
@@ -96,15 +94,16 @@ def free(device: Device, entry: Entry) -> None:
 def fetch(engine: OffloadEngine, away: Sequence[Entry]) -> None:
     """Bring the bytes back, by pieces, so that copies begin before all is allocated. Raises
     torch.OutOfMemoryError. Order: [Order: park room], [Order: park here]."""
-    device, piece, arrived = engine.device, list[Entry](), None
+    device, piece, nbytes, arrived = engine.device, list[Entry](), 0, None
     for entry in away:
         device.refill(entry.storage, entry.nbytes)
         piece.append(entry)
-        if entry is away[-1] or sum(each.nbytes for each in piece) >= _PIECE_BYTES:
+        nbytes += entry.nbytes
+        if entry is away[-1] or nbytes >= _PIECE_BYTES:
             device.wait(device.h2d, device.record(device.compute), "park room")
             copies = engine.copier.of(Owner("park", piece[0].home))
             arrived = copies.fetch([(_flat(each), each.master) for each in piece])
-            piece = []
+            piece, nbytes = [], 0
     if arrived is not None:
         device.wait(device.compute, arrived, "park here")
         for memory in {entry.memory for entry in away}:

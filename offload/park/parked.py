@@ -33,7 +33,7 @@ from offload.errors import CaptureError, OffloadError
 from offload.optim.step import open_runners
 from offload.optim.touch import await_all
 from offload.params.sections import check_budget, free_bytes
-from offload.park.census import KINDS, Census, Entry, tensors_in
+from offload.park.census import KINDS, Census, Entry, check_kinds, tensors_in
 from offload.park.guard import Gate
 from offload.park.memory import KindMemory
 from offload.park.moves import fetch, free, send
@@ -78,10 +78,8 @@ class Parked(Client):
         self.report = ParkReport()
 
     def __repr__(self) -> str:
-        awake = ", ".join(kind for kind in KINDS if kind not in self._parked)
-        return (
-            f"Parked({self._name}: parked {', '.join(self.parked) or 'nothing'}; awake {awake or 'nothing'})"
-        )
+        awake = ", ".join(kind for kind in KINDS if kind not in self._parked) or "nothing"
+        return f"Parked({self._name}: parked {', '.join(self.parked) or 'nothing'}; awake {awake})"
 
     def __str__(self) -> str:
         return f"{self!r}\n{self.report}"
@@ -116,9 +114,7 @@ class Parked(Client):
 
     def _refuse_now(self, what: str) -> None:
         if self._pid != os.getpid():
-            raise OffloadError(
-                f"{what} in a fork of process {self._pid}, which has the device: call it there"
-            )
+            raise OffloadError(f"{what} in a fork of process {self._pid}, which has the device")
         if in_backward():
             raise OffloadError(f"{what} inside a backward, which uses what it moves: call it between steps")
         self.engine.refuse_in_capture(what)
@@ -209,12 +205,11 @@ class Parked(Client):
                 entry.belongs_to(self)
                 chosen[entry.home].append(entry)
                 of_kind.moved_bytes += entry.nbytes
-                of_kind.seconds, report.host_bytes = (
-                    of_kind.moved_bytes / rate,
-                    report.host_bytes + entry.nbytes,
-                )
                 continue
             of_kind.staying[entry.name] = entry.nbytes, why
+        for of_kind in report.kinds.values():
+            of_kind.seconds = of_kind.moved_bytes / rate
+            report.host_bytes += of_kind.moved_bytes
         for name, nbytes, kind in (each for each in census.others if each[2] in coming):
             report.kinds[kind].staying[name] = nbytes, f"it is sparse, or on another device than {where}"
         if report.is_plan and rates is None:
@@ -226,12 +221,9 @@ class Parked(Client):
         has moved."""
         began, arena = time.perf_counter(), self.engine.arena
         sizes = {kind: tuple(entry.nbytes for entry in entries) for kind, entries in chosen.items()}
-        old = {kind: memory for kind, memory in self._memory.items() if kind in sizes}
-        lacking = [
-            kind
-            for kind, had in old.items()
-            if had.sizes != sizes[kind] or had.pageable_bytes > pageable << 62
-        ]
+        old = {kind: self._memory[kind] for kind in sizes}
+        unfit = {kind for kind in sizes if old[kind].pageable_bytes and not pageable}
+        lacking = [kind for kind in sizes if old[kind].sizes != sizes[kind] or kind in unfit]
         for kind in lacking:
             old[kind].close()
         held_bytes, needed = arena.held_bytes, sum(sum(sizes[kind]) for kind in lacking)
@@ -342,13 +334,6 @@ class Parked(Client):
         with self.engine.lock:
             self._memory = {kind: KindMemory(self.engine.arena) for kind in KINDS}
             self.engine.detach(self)
-
-
-def check_kinds(kinds: Iterable[object]) -> None:
-    """Raises ValueError for what is no kind."""
-    for kind in kinds:
-        if kind not in KINDS:
-            raise ValueError(f"{kind!r} is no kind of what is parked: {', '.join(map(repr, KINDS))}")
 
 
 def _living(references: Iterable[weakref.ref[Any]]) -> list[Any]:

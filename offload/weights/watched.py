@@ -39,6 +39,7 @@ from offload.weights.weight import Holder, Weight, in_backward, nobody, written
 __all__ = [
     "StreamedGradient",
     "StreamedWeight",
+    "away_of",
     "holder_of",
     "make_plain",
     "on_host",
@@ -83,7 +84,7 @@ class StreamedWeight(Watched):
 
     @classmethod
     def touch(cls, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        away = next((w for t in watched_in((args, kwargs), StreamedWeight) if (w := _away(t))), None)
+        away = next((w for t in watched_in((args, kwargs), StreamedWeight) if (w := away_of(t))), None)
         if away is not None and (func not in _NO_BYTES or cls.of_collectives(func)):
             return _while_away(away, func, args, kwargs)
         if cls.of_collectives(func) and (func in cls.asked_by_collectives or kwargs.get("async_op")):
@@ -258,7 +259,8 @@ def holder_of(weight: Weight) -> Holder:
 
 
 # -- whose bytes are away for good ---------------------------------------------------------------------------
-def _away(tensor: Tensor) -> Weight | None:
+def away_of(tensor: Tensor) -> Weight | None:
+    """Its owner, if its bytes are parked."""
     weight = vars(tensor)[HOME]()
     return weight if weight is not None and weight.away else None
 
