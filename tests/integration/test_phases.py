@@ -21,12 +21,13 @@ from torch.optim import AdamW
 import offload
 from offload import PipelineOffloadManager
 from offload.errors import OffloadError
-from tests.integration.test_integrations import State, llama, settings
 from tests.unit.groups.stack import build_manager, installed
 from tests.unit.park.states import WIDTH, Net, train
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
 from offload.integrations.transformers import OffloadCallback  # noqa: E402
+from tests.integration.test_integrations import State, llama, settings  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
