@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -265,7 +264,7 @@ def cycles_row(request: Request) -> dict[str, Any]:
                     "device": 0 if request.tiny else torch.cuda.memory_allocated(),
                     "pinned": engine.arena.held_bytes,
                     "lent": engine.arena.lent_bytes,
-                    "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                    "host": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
                 }
         runs.append([p.detach().cpu() for p in model.parameters()])
         del model, optimizer
