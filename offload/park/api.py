@@ -56,7 +56,7 @@ def park(
         raise ValueError(f"model is a {type(model).__name__}, must be a module: park each one by itself")
     given = [] if optimizer is None else [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
     inner = [each if hasattr(each, "drop_ring") else getattr(each, "optimizer", each) for each in given]
-    optimizers = [each for each in inner if hasattr(each, "param_groups") and hasattr(each, "state")]
+    optimizers = [each for each in inner if hasattr(each, "param_groups")]  # a look at state may end a step
     if len(optimizers) < len(given):
         names = ", ".join(type(each).__name__ for each in given)
         raise ValueError(f"optimizer is {names}, of which one has no state: give its tensors as extra=")

@@ -164,8 +164,12 @@ class Parked(Client):
         census, model = Census(self._device), self._model()
         assert model is not None  # whoever parks it has it
         known = {id(each) for each in model.parameters()}
-        await_all([*model.parameters()])
         runners = [each for each in open_runners() if not known.isdisjoint(map(id, each.parameters()))]
+        if any(runner.backward.stepped for runner in runners):  # whose rest() would be the end of it
+            raise OffloadError(
+                f"park() of {self._name} between a backward that steps and step(): call it after"
+            )
+        await_all([*model.parameters()])
         for runner in runners:
             runner.rest()
         for module in model.modules() if not is_plan else ():

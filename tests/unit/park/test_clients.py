@@ -118,6 +118,26 @@ def test_each_optimizer_goes_on_with_its_bits(engine: OffloadEngine, name: str) 
             each.close()  # type: ignore[attr-defined]
 
 
+def test_a_park_between_a_backward_that_steps_and_its_step_is_refused(engine: OffloadEngine) -> None:
+    models = [Net(), Net()]
+    optimizers = [hybrid(0.5, overlap="backward")(model, engine) for model in models]
+    for at in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(at))
+            model(x).square().mean().backward()
+            if model is models[0] and at:  # the first backward steps nothing
+                with pytest.raises(OffloadError, match=r"between a backward that steps and step\(\)"):
+                    offload.park(model, optimizer, engine=engine)
+            optimizer.step()
+        parked = offload.park(models[0], engine=engine)  # whose optimizer is known without being named
+        assert parked.report.staying == []
+        parked.wake()
+        assert same(models[0].parameters(), models[1].parameters())
+    for each in optimizers:
+        each.close()  # type: ignore[attr-defined]
+
+
 def test_the_ring_of_a_hybrid_optimizer_leaves_without_a_copy(engine: OffloadEngine) -> None:
     model = Net()
     optimizer = hybrid(1.0)(model, engine)
