@@ -138,6 +138,26 @@ def test_a_park_between_a_backward_that_steps_and_its_step_is_refused(engine: Of
         each.close()  # type: ignore[attr-defined]
 
 
+def test_state_of_a_hybrid_optimizer_that_stays_on_the_device_leaves_with_the_ring(
+    engine: OffloadEngine,
+) -> None:
+    models = [Net(), Net()]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [hybrid(1.0)(model, engine) for model in models]
+    stays = optimizers[0].keep_on_device(1 << 20)
+    for _ in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train(model, optimizer)
+        with offload.parked(models[0], optimizers[0], kinds=["optimizer"], engine=engine):
+            assert optimizers[0].placed.streamed.resident_bytes == 0
+            state = optimizers[0].state_dict()["state"]
+            assert torch.equal(state[0]["exp_avg"], optimizers[1].state_dict()["state"][0]["exp_avg"])
+        assert optimizers[0].placed.streamed.resident_bytes == stays > 0
+    assert all(map(torch.equal, *(model.parameters() for model in models)))
+    for optimizer in optimizers:
+        optimizer.close()
+
+
 def test_the_ring_of_a_hybrid_optimizer_leaves_without_a_copy(engine: OffloadEngine) -> None:
     model = Net()
     optimizer = hybrid(1.0)(model, engine)
