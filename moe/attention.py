@@ -14,8 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .config import Marks, MixtureConfig
 
-__all__ = ["Attention", "rotation_tables"]
-
 
 class Attention(nn.Module):
     """(B, S, D) in and out. Its marks are qkv_linear, core_attn and attn_proj."""

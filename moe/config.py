@@ -14,8 +14,6 @@ from torch import Tensor
 
 from offload import group_commit, group_start, offload_hooks
 
-__all__ = ["EXPERTS", "GROUP_NAMES", "ExpertsMode", "InputKept", "Marks", "MixtureConfig", "Placement"]
-
 GROUP_NAMES = (
     "attn_norm",
     "qkv_linear",

@@ -24,8 +24,6 @@ from offload import read_numbers
 
 from .router import Routing, inverse_of, sorted_rows
 
-__all__ = ["Layout", "arrived", "combined", "gathered_rows", "layout_of", "returned", "sent", "summed_rows"]
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:

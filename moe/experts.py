@@ -27,8 +27,6 @@ from .config import Marks
 from .dispatch import summed_rows
 from .products import grouped_outer, grouped_product
 
-__all__ = ["GroupedExperts", "Rows"]
-
 
 class Rows(NamedTuple):
     """Which rows the experts work on.

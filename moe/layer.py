@@ -26,8 +26,6 @@ from .dispatch import arrived, combined, gathered_rows, layout_of, returned, sen
 from .experts import GroupedExperts, Rows
 from .router import TopKRouter
 
-__all__ = ["DecoderLayer", "Mixture", "replaying_contexts"]
-
 
 def replaying_contexts(group: str = "moe_dispatch") -> Callable[[], Any]:
     """A context_fn for torch.utils.checkpoint (use_reentrant=False) around one layer with a mixture: its

@@ -20,8 +20,6 @@ from .attention import rotation_tables
 from .config import ExpertsMode, InputKept, MixtureConfig, Placement
 from .layer import DecoderLayer, Mixture, replaying_contexts
 
-__all__ = ["MixtureGPT", "build_stage_module", "layers_of_stage", "stage_examples"]
-
 
 class MixtureGPT(nn.Module):
     """Some consecutive layers: with the embedding on the first stage, and the final norm and the head on the

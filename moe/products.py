@@ -22,8 +22,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from offload import read_numbers
 
-__all__ = ["grouped_outer", "grouped_product"]
-
 logger = logging.getLogger(__name__)
 
 

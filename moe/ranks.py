@@ -12,8 +12,6 @@ from torch import nn
 
 from .layer import Mixture
 
-__all__ = ["expert_parameters", "names_of_this_rank"]
-
 
 def expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """The weights of experts that other ranks of their group do not have. Where a group's experts are on

@@ -18,8 +18,6 @@ from torch.autograd.function import once_differentiable
 
 from .config import MixtureConfig
 
-__all__ = ["Routing", "TopKRouter", "inverse_of", "sorted_rows"]
-
 
 class Routing(NamedTuple):
     """What a router decided for T tokens."""

@@ -10,8 +10,6 @@ import torch
 
 from .config import EXPERTS, MixtureConfig, Placement
 
-__all__ = ["saved_bytes_of_layer"]
-
 
 def saved_bytes_of_layer(
     config: MixtureConfig,

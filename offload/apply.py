@@ -78,17 +78,6 @@ from offload.weights.hooks import BlockCalls
 from offload.weights.slabs import signature, write_slab
 from offload.weights.stream import WeightStream
 
-__all__ = [
-    "Applied",
-    "activations",
-    "apply",
-    "infer_steps",
-    "is_applied",
-    "is_declined",
-    "remove",
-    "weights_root",
-]
-
 _P = ParamSpec("_P")
 
 _LEAST_OF_ALL = 512

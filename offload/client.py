@@ -13,8 +13,6 @@ from weakref import WeakKeyDictionary
 
 from offload.telemetry.records import ClientStats, StepStats
 
-__all__ = ["Client", "Clients", "Phase", "weakly"]
-
 P = ParamSpec("P")
 
 

@@ -47,8 +47,6 @@ from offload.optim import HybridDeviceOptimizer
 from offload.sizes import argument_bytes, bytes_text
 from offload.telemetry.speaker import speaker
 
-__all__ = ["Compared", "Comparison", "compare"]
-
 logger = speaker(__name__)
 
 _LEAST_STEPS, _MOST_STEPS = 2, 12

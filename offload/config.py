@@ -18,22 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
 from offload.described import described
 from offload.sizes import is_count, optional_bytes, parse_bytes
 
-__all__ = [
-    "MODES",
-    "Mode",
-    "OffloadConfig",
-    "check_bytes",
-    "check_flags",
-    "check_fraction",
-    "check_index",
-    "check_min_elements",
-    "check_mode",
-    "checked_config",
-    "config_or_fields",
-    "load_fields",
-    "naming_near",
-]
-
 C = TypeVar("C")
 P = ParamSpec("P")
 

@@ -11,8 +11,6 @@ import inspect
 import textwrap
 from typing import TypeVar
 
-__all__ = ["described"]
-
 C = TypeVar("C", bound=type)
 
 

@@ -12,8 +12,6 @@ from offload.device import device_name
 from offload.engine import OffloadEngine
 from offload.memory.budget import HostBudget
 
-__all__ = ["default_engine", "replace_engine"]
-
 _defaults: dict[str, OffloadEngine] = {}
 _defaults_lock = threading.Lock()
 

@@ -6,26 +6,6 @@ configured, an `OffloadError` for what a run met, `assert` for what a programmer
 
 from __future__ import annotations
 
-__all__ = [
-    "CaptureError",
-    "DtypeMismatchError",
-    "GroupOrderError",
-    "HazardError",
-    "HostBudgetError",
-    "InvalidStateTransitionError",
-    "OffloadError",
-    "OffloadOOMError",
-    "PoolError",
-    "RecomputeDiffersError",
-    "RecordStateError",
-    "SlabError",
-    "SlabSignatureError",
-    "SlabTensorError",
-    "SlabVersionError",
-    "StaleHandleError",
-    "WeightFileError",
-]
-
 
 class OffloadError(RuntimeError):
     """Base of everything that a run can meet."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["ChunkId", "ForwardId", "GroupId", "Owner", "SlotId", "owner_of"]
-
 
 class Owner(NamedTuple):
     """Whose copy it is: the client of the engine that asked for it, and that client's own name for the bytes.

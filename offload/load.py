@@ -28,8 +28,6 @@ from offload.weights.stream import WeightStream
 from offload.weights.watched import StreamedWeight, holder_of, owner_of
 from offload.weights.weight import give_memory, written
 
-__all__ = ["LoadedKeys", "load_weights"]
-
 
 class LoadedKeys(NamedTuple):
     """Without `strict`: names of the model that no file had, and of files that the model has not."""

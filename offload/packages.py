@@ -20,8 +20,6 @@ from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["PackageFinder", "install"]
-
 _HERE = Path(__file__).resolve().parent
 _BESIDE = {name: _HERE.parent / name for name in ("parallel", "moe") if not (_HERE / name).is_dir()}
 """Folders of a checkout, by name; none where a wheel is installed."""

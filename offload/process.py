@@ -15,15 +15,6 @@ from offload.groups.manager import GroupsManager
 from offload.memory.budget import HostBudget, default_host_limit_bytes
 from offload.memory.ledger import SharedHostBudget, shared_by_store
 
-__all__ = [
-    "change_limits",
-    "close_manager",
-    "configure",
-    "default_manager",
-    "existing_manager",
-    "put_manager",
-]
-
 manager_type: type[GroupsManager] = GroupsManager
 """What is built where there is no manager yet. offload/__init__.py puts compat's subclass here."""
 

@@ -27,8 +27,6 @@ from offload.telemetry.trace import Trace
 from offload.telemetry.verdict import saved_text, stall_text
 from offload.weights.figures import GradientFigures, WeightFigures
 
-__all__ = ["Report", "ReportStart", "report"]
-
 _NO_MANAGER = (
     "nothing is offloaded: there is no manager in this process. Call offload.apply(model), or "
     "offload.configure() and marks"

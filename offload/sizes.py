@@ -11,8 +11,6 @@ import re
 from fractions import Fraction
 from numbers import Real
 
-__all__ = ["argument_bytes", "bytes_text", "enough_text", "is_count", "optional_bytes", "parse_bytes"]
-
 LEAST_BARE_BYTES = 10**6
 """A smaller number, without a unit, is taken for a slip."""
 

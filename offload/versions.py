@@ -12,8 +12,6 @@ from torch.autograd import Variable, graph
 
 from offload.telemetry.speaker import speaker
 
-__all__ = ["FIRST", "LAST", "queue_callback", "untested", "warn_if_untested"]
-
 FIRST, LAST = (2, 11), (2, 15)
 
 # public since 2.15; called in a backward, with what to call at its end

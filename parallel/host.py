@@ -18,8 +18,6 @@ import torch.distributed as dist
 
 from offload import HostBudgetError, PipelineOffloadManager
 
-__all__ = ["line_up", "reserve_host_together"]
-
 logger = logging.getLogger(__name__)
 
 _NCCL = "cuda:nccl"  # in a group's backends

@@ -33,8 +33,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from offload import OffloadError
 
-__all__ = ["Rank", "Ranks", "choose_device", "launched", "ranks_from_environment", "run_rank"]
-
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
 _SIGNS_OF_LOSS = (
     "connection closed by peer",

@@ -28,8 +28,6 @@ import offload
 import offload.fine_grained_activation_offload as engine_page
 from offload import OffloadError
 
-__all__ = ["OPTIMIZER_PAGE", "HybridDeviceOptimizer", "names_of_optimizer_page"]
-
 OPTIMIZER_PAGE = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
 
 MASTER = "master_param"

@@ -28,8 +28,6 @@ import offload
 import offload.fine_grained_activation_offload as engine_page
 from offload import OffloadError, PipelineOffloadManager
 
-__all__ = ["PAGE", "FineGrainedActivationOffloadingInterface", "GraphCaptureError", "names_of"]
-
 PAGE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
 logger = logging.getLogger(__name__)

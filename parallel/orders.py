@@ -15,8 +15,6 @@ from .dry_run.simulate import Message
 from .order import actions_of
 from .schedules import check_counts, schedule_named, stages_of
 
-__all__ = ["has_one_line", "messages_of", "orders_of"]
-
 
 def orders_of(
     name: str, *, ranks: int, virtual_stages: int | None, microbatches: int

@@ -23,15 +23,6 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-__all__ = [
-    "SCHEDULES",
-    "ScheduleSpec",
-    "build_schedule",
-    "check_counts",
-    "schedule_named",
-    "stages_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ScheduleSpec:

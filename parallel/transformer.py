@@ -22,19 +22,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from offload import group_commit, group_start, offload_hooks
 
-__all__ = [
-    "END_OF_TEXT",
-    "GROUP_NAMES",
-    "PRESETS",
-    "TransformerConfig",
-    "TransformerStage",
-    "build_stage_module",
-    "group_names",
-    "layers_of_stage",
-    "saved_bytes_of_layer",
-    "stage_examples",
-]
-
 END_OF_TEXT = 256
 """The one token that is not a byte; the vocabulary is padded to 272, a multiple of 16, for the matrix
 units."""

@@ -22,8 +22,6 @@ from offload.checkpoint.members import no_hooks_added
 from offload.errors import OffloadError
 from offload.saved.filters import is_wrapper
 
-__all__ = ["Given", "cache_written", "is_cache", "refuse_cache", "refuse_nested", "refuse_written"]
-
 
 class Given:
     """The tensors of a call, none of which this holds. Built before the forward, with their attributes of

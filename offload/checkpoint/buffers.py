@@ -21,8 +21,6 @@ from offload.saved.filters import is_plain
 from offload.telemetry.speaker import speaker
 from offload.transfer.layout import ViewLayout, empty_at, overlaps_itself, place_of
 
-__all__ = ["BuffersBefore"]
-
 logger = speaker(__name__)
 
 _SMALL_BYTES = 1 << 16

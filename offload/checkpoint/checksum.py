@@ -20,8 +20,6 @@ import torch
 
 from offload.checkpoint.kept import plain_parts
 
-__all__ = ["checksum", "outside_modes", "to_host"]
-
 _LONGEST_ROW = 1 << 14  # in words: what it takes beside the tensor is under 1 MB
 _MIX = 0x1E3779B97F4A7C15  # odd
 

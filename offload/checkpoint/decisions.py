@@ -36,8 +36,6 @@ from offload.checkpoint.kept import (
 from offload.checkpoint.operators import default_operators, never_kept
 from offload.transfer.layout import WeakStorage
 
-__all__ = ["Decisions", "Finder", "choices_of", "decides", "is_decision", "makes_number"]
-
 
 @functools.cache
 def _why_never(operator: Operator) -> str:

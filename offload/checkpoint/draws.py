@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["SharedGenerator", "generator_of", "shared_generators"]
-
 
 class SharedGenerator(NamedTuple):
     name: str

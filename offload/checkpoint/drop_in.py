@@ -33,8 +33,6 @@ from offload.saved.hooks import admits_hooks, as_it_is
 from offload.telemetry.speaker import speaker
 from offload.transfer.block import DeviceBlock
 
-__all__ = ["Manager", "check_model", "is_patched", "patch", "patched", "unpatch"]
-
 logger = speaker(__name__)
 
 _FUNCTION, _GENERATOR = "CheckpointFunction", "_checkpoint_without_reentrant_generator"

@@ -28,8 +28,6 @@ import torch
 from offload.checkpoint.kept import storages_of
 from offload.saved.unread import is_read
 
-__all__ = ["Reads", "SplitCall"]
-
 _graph_task = torch._C._current_graph_task_id
 
 

@@ -37,8 +37,6 @@ from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.saved.filters import waited
 
-__all__ = ["HIDDEN_STATES", "BeforeAgain", "InputGroup", "Manager", "RecomputedCall", "is_recompute"]
-
 HIDDEN_STATES = "hidden_states"
 """The group of the inputs."""
 

@@ -15,8 +15,6 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from offload.checkpoint.kept import Operator, check_keepable
 from offload.sizes import is_count
 
-__all__ = ["Keep", "KeepContext", "Place"]
-
 Place = tuple[Operator, int]
 """One call: its operator, and its number among the calls of that one, from 0."""
 

@@ -26,23 +26,6 @@ from offload.saved.handles import Handle, ModifiedError, Passed, modified
 from offload.saved.hooks import WrapperHandle, wrapper_probe
 from offload.transfer.block import DeviceBlock
 
-__all__ = [
-    "UNTRACKED_VIEWS",
-    "KeptCall",
-    "Operator",
-    "RandomStep",
-    "alias_of",
-    "check_keepable",
-    "is_collective",
-    "make_of",
-    "plain_parts",
-    "sharing_versions",
-    "storages_of",
-    "tensors_in",
-    "version_probe",
-    "writes_inputs",
-]
-
 Operator = OpOverload | HigherOrderOperator
 Make = tuple[tuple[torch.Size, torch.dtype, bool], ...]
 """A call's tensor inputs: shape, dtype, and whether it is a parameter (what autocast casts once or twice)."""

@@ -25,8 +25,6 @@ from torch.utils._pytree import tree_leaves
 from offload.checkpoint.buffers import BuffersBefore
 from offload.saved.filters import is_dtensor
 
-__all__ = ["MembersBefore", "has_lazy", "inner_modules", "is_sharded", "is_trained", "no_hooks_added"]
-
 _ANY = object()
 """A mark in the place of a value that is left as it is found."""
 

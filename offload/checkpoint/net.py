@@ -44,8 +44,6 @@ from offload.saved.filters import waited
 from offload.telemetry.records import StepStats
 from offload.telemetry.speaker import Once, speaker
 
-__all__ = ["Comparison", "Sample", "Watch", "looks_of", "net_of", "telling"]
-
 logger = speaker(__name__)
 
 _FIRST_CALLS = 3

@@ -14,8 +14,6 @@ from torch._ops import OpOverload
 
 from offload.checkpoint.kept import Operator, check_keepable, writes_inputs
 
-__all__ = ["IN_PLACE", "default_operators", "never_kept"]
-
 IN_PLACE = "c10d"
 """Namespace of the collectives that write to what they are given."""
 

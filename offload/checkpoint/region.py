@@ -38,8 +38,6 @@ from offload.client import weakly
 from offload.saved.hooks import Pair, as_it_is, pair_without_users, users_pair
 from offload.versions import queue_callback
 
-__all__ = ["Contexts", "Region"]
-
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """What a run is inside, and what each recompute of it is inside."""
 

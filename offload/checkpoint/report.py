@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from offload.telemetry.speaker import Once, speaker
 
-__all__ = ["KeepReport"]
-
 logger = speaker(__name__)
 
 _NAMED = 12  # operators that a message lists at most

@@ -19,8 +19,6 @@ from torch.utils.checkpoint import DefaultDeviceType
 from offload.checkpoint.checksum import outside_modes
 from offload.checkpoint.draws import generator_of
 
-__all__ = ["Surroundings"]
-
 _c: Any = torch._C
 
 _LIBRARIES = ("cudnn", "mkldnn", "nnpack")

@@ -43,8 +43,6 @@ from torch import nn
 from offload.compare import Comparison, compare
 from offload.config import check_mode
 
-__all__ = ["main"]
-
 TAKEN, NO_QUESTION, NONE_CAN = 0, 2, 3
 _NO_TEXT = {"False": False, "True": True}
 """Modes of `apply` that are no text."""

@@ -28,8 +28,6 @@ from offload.commands.gpus import measure
 from offload.commands.machine import read_host
 from offload.commands.verdicts import Line, diagnose
 
-__all__ = ["main"]
-
 GOOD, CHANGE, NO_GPU = 0, 1, 3
 _PATIENCE_S = 45.0
 """For all GPUs; the rest of a minute is torch's import."""

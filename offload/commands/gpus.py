@@ -21,8 +21,6 @@ from offload.errors import HostBudgetError
 from offload.policy.actions import Rates
 from offload.transfer.link import LINK_TEST_BYTES
 
-__all__ = ["Gpu", "measure"]
-
 _GRACE_S = 2.0
 
 Maker = Callable[[str], OffloadEngine]

@@ -17,8 +17,6 @@ from typing import NamedTuple
 from offload.device.cuda import cores_in
 from offload.memory.budget import available_bytes, cgroups, default_host_limit_bytes
 
-__all__ = ["UNLIMITED", "Host", "Pcie", "map_count", "node_of", "pcie_of", "read_host"]
-
 UNLIMITED = resource.RLIM_INFINITY
 _ROOT = Path("/")
 _GENERATIONS = {"2.5": 1, "5": 2, "8": 3, "16": 4, "32": 5, "64": 6}

@@ -19,8 +19,6 @@ from offload.policy.actions import Rates
 from offload.sizes import bytes_text
 from offload.versions import untested
 
-__all__ = ["Line", "diagnose"]
-
 _GB = 1e9
 _LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """Of a PCIe lane each way, by generation, after its encoding."""

@@ -15,12 +15,6 @@ from offload.compat.handler import ChunkOffloadHandler
 from offload.compat.manager import PipelineOffloadManager
 from offload.groups.graphs import record_event
 
-__all__ = [
-    "FineGrainedOffloadingBackwardRecordFunction",
-    "FineGrainedOffloadingGroupCommitFunction",
-    "FineGrainedOffloadingGroupStartFunction",
-]
-
 
 class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):
     """Opens a group in the forward. In the backward it lets the prefetch fetch more."""

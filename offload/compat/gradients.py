@@ -24,8 +24,6 @@ from offload.client import weakly
 from offload.compat.tensors import OffloadHandle, TensorOffloader
 from offload.errors import OffloadError
 
-__all__ = ["GradientOffloadHook"]
-
 
 class GradientOffloadHook:
     """Copies gradients out. release_gpu_grad: `p.grad` is None after a backward; else it stays, and the host

@@ -15,8 +15,6 @@ from offload.device.cuda import CudaLane
 from offload.engines import default_engine
 from offload.groups.group import Group
 
-__all__ = ["DYNAMIC_SHAPE_GROUPS", "OffloadTensorGroup"]
-
 DYNAMIC_SHAPE_GROUPS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
 """Groups whose shapes change with the routing of tokens: a pool keyed by exact shape would grow with them.
 The engine's own path lends blocks by the byte and needs no such rule; `ChunkOffloadHandler.offload`, called

@@ -28,8 +28,6 @@ from offload.transfer.admission import Priority
 from offload.transfer.block import BlockState
 from offload.transfer.layout import ViewLayout, empty_at, place_of
 
-__all__ = ["ChunkOffloadHandler", "OffloadState", "TensorTag", "check_plain_bytes", "placed"]
-
 
 class TensorTag(NamedTuple):
     """A tensor pushed by hand: the index of its group in the chunk, and its position in that group. Never

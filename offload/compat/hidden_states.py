@@ -9,8 +9,6 @@ from torch import nn
 from offload import marks
 from offload.checkpoint import drop_in
 
-__all__ = ["hidden_states_offload", "patch_hidden_states_offload", "unpatch_hidden_states_offload"]
-
 
 def patch_hidden_states_offload(model: nn.Module | None = None) -> None:
     """From now on every `torch.utils.checkpoint.checkpoint` of this process, reentrant or not, leaves its

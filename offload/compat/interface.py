@@ -12,8 +12,6 @@ from offload.compat.manager import PipelineOffloadManager
 from offload.groups.manager import GroupsManager
 from offload.saved.hooks import InstalledScope
 
-__all__ = ["ActivationOffloadContext", "FineGrainedActivationOffloadingInterface"]
-
 
 class FineGrainedActivationOffloadingInterface:
     """`with Interface(offload, tensor, name) as tensor:` opens a group and installs the hooks, iff

@@ -28,8 +28,6 @@ from offload.saved.hooks import InstalledScope
 from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.summary import print_offload_summary_table
 
-__all__ = ["PipelineOffloadManager"]
-
 
 class _ProcessWide(type):
     """`OFFLOAD_MGR` of the class is the manager that the marks ask for."""

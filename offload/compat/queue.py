@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from offload.compat.handler import ChunkOffloadHandler
 
-__all__ = ["VirtualPipelineQueue"]
-
 
 class VirtualPipelineQueue:
     def __init__(self) -> None:

@@ -39,8 +39,6 @@ from offload.params.watched import Watched
 from offload.transfer.layout import ViewLayout, is_dense, overlaps_itself, place_of, span_of, view_of
 from offload.transfer.limits import DEFAULT_IN_FLIGHT_BYTES
 
-__all__ = ["OffloadHandle", "TensorOffloader"]
-
 
 @dataclass(eq=False, slots=True)
 class _Copy:

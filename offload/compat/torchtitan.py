@@ -24,8 +24,6 @@ from offload.apply import apply as offload_apply
 from offload.config import MIB, check_min_elements
 from offload.modules.blocks import find_experts
 
-__all__ = ["GROUP_NAMES", "TorchtitanSettings", "settings"]
-
 GROUP_NAMES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 """Names that `activation_offload_modules` may have."""
 

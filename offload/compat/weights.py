@@ -27,15 +27,6 @@ from offload.weights.hooks import BlockCalls
 from offload.weights.order import Order, Pass, Use
 from offload.weights.stream import WeightStream
 
-__all__ = [
-    "WeightOffloadHook",
-    "offload_activation",
-    "offload_commit",
-    "offload_module_weights",
-    "offload_weights",
-    "reset_offloader",
-]
-
 logger = speaker(__name__)
 
 

@@ -18,8 +18,6 @@ from torch.autograd.graph import Node
 from offload.ids import ChunkId
 from offload.telemetry.speaker import Once, speaker
 
-__all__ = ["CompileReport", "compiled_regions"]
-
 logger = speaker(__name__)
 
 _BESIDE_HOOKS = "_tensors_no_vc_check"

@@ -21,8 +21,6 @@ from typing import Any, TypeVar, cast
 from torch._C._dynamo import eval_frame as frames
 from torch._compile import _disable_dynamo
 
-__all__ = ["Unscripted", "import_compiler", "untraced"]
-
 _TRACED = "offload.checkpoint.selective"
 """The file that the compiler looks into: a context_fn that is traced raises an error of its own."""
 

@@ -19,13 +19,6 @@ from offload.conductor.rules import RuntimeLimitHints
 from offload.conductor.slots import TransferToken
 from offload.transfer.admission import Denied, Direction, Priority
 
-__all__ = [
-    "ActStagehandConductorAdapter",
-    "ConductorAdapter",
-    "SquareQConductorAdapter",
-    "StagehandConductorAdapter",
-]
-
 Answer = TransferToken | Denied | None
 
 

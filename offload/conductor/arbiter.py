@@ -40,8 +40,6 @@ from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.admission import DenialReason, Denied, Direction, Lease, Priority
 
-__all__ = ["Conductor"]
-
 logger = speaker(__name__)
 
 

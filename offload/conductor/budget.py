@@ -26,8 +26,6 @@ from offload.client import Phase
 from offload.conductor.config import ConductorConfig
 from offload.transfer.admission import DenialReason, Denied, Priority
 
-__all__ = ["SHARES_PERCENT", "BudgetManager", "Counts", "Pool", "Reservation", "ReservationKind"]
-
 SHARES_PERCENT = (80, 90, 100, 100)
 """Of the cap of its kind: BACKGROUND, SPECULATIVE, REQUIRED, CRITICAL."""
 

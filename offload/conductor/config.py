@@ -15,8 +15,6 @@ from typing import Any, Literal, Self, get_args
 from offload.config import check_flags, check_index, load_fields
 from offload.described import described
 
-__all__ = ["MIB", "BridgeName", "ConductorConfig"]
-
 MIB = 1 << 20
 
 BridgeName = Literal["turns", "v0"]

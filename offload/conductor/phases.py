@@ -16,8 +16,6 @@ from contextlib import ExitStack
 from offload.client import Phase
 from offload.errors import OffloadError
 
-__all__ = ["LEGAL_MOVES", "PhaseCoordinator", "PhaseOrderError"]
-
 _ORDER = tuple(Phase)
 
 LEGAL_MOVES: Mapping[Phase | None, frozenset[Phase]] = {

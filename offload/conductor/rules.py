@@ -17,8 +17,6 @@ from typing import Protocol
 from offload.client import Phase
 from offload.conductor.config import ConductorConfig
 
-__all__ = ["HeuristicPolicyBridgeV0", "PolicyBridge", "RuntimeLimitHints", "bridge_of", "is_pressed"]
-
 PRESSURE_PERCENT = 80
 
 FULL_CHECKS = 3

@@ -37,8 +37,6 @@ from offload.conductor.telemetry import TelemetryHub
 from offload.config import config_or_fields
 from offload.transfer.admission import DenialReason, Denied, Direction, Priority
 
-__all__ = ["ConductorRuntime"]
-
 _TIMED = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 

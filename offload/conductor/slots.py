@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from offload.conductor.budget import Counts
 from offload.transfer.admission import DenialReason, Denied, Direction, Priority
 
-__all__ = ["TransferManager", "TransferToken"]
-
 
 @dataclass(slots=True, eq=False)
 class TransferToken:

@@ -11,8 +11,6 @@ from typing import Any
 from offload.conductor.config import ConductorConfig
 from offload.telemetry.lines import JsonLines
 
-__all__ = ["TelemetryHub"]
-
 _MOST_EVENTS = 100_000  # between two lines; of more, the latest
 
 

@@ -21,8 +21,6 @@ import torch
 
 from offload.errors import HostBudgetError, OffloadError
 
-__all__ = ["PinnedMemory"]
-
 _PAGE = 4096
 _HUGE_PAGE = 2 << 20
 _TOUCH_THREADS = 8

@@ -20,8 +20,6 @@ import torch
 
 from offload.device.base import CaptureWatcher
 
-__all__ = ["replace_replay", "replaced_captures"]
-
 
 @contextmanager
 def replaced_captures(

@@ -10,8 +10,6 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-__all__ = ["expand"]
-
 _COLUMNS = 1024
 """A program's: 4 warps of 8 elements a thread."""
 

@@ -23,8 +23,6 @@ import torch
 
 from offload.device._sim_clock import Operation, SimLane
 
-__all__ = ["Span", "TrackedBytes"]
-
 _PRUNE_ABOVE = 64  # ranges of one storage, before the first look for ranges that can be forgotten
 
 

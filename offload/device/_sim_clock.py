@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from offload.device.base import Event, Lane
 from offload.errors import HazardError
 
-__all__ = ["Operation", "SimEvent", "SimLane", "SimLanes"]
-
 
 class SimLane:
     """One queue of simulated work. Only the device that made it moves its clocks."""

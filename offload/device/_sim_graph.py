@@ -25,8 +25,6 @@ from offload.device._sim_bytes import Span, TrackedBytes
 from offload.device._sim_clock import SimEvent, SimLane, SimLanes
 from offload.errors import HazardError
 
-__all__ = ["SimGraph"]
-
 
 class SimGraph:
     """A captured program. `replay` issues it again, on the calling thread's compute lane and on branches of

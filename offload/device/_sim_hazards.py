@@ -16,8 +16,6 @@ from offload.device._sim_bytes import Span, TrackedBytes
 from offload.device._sim_clock import Operation, SimLane
 from offload.errors import HazardError
 
-__all__ = ["HazardChecker"]
-
 
 class HazardChecker:
     """The storages that a device has met, by identity, and the verdict on each access of them."""

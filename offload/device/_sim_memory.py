@@ -13,8 +13,6 @@ import torch
 
 from offload.errors import HostBudgetError
 
-__all__ = ["PlainMemory"]
-
 
 class PlainMemory:
     """`nbytes` in pieces of at most `registration_bytes`; the system gives the pages when they are used."""

@@ -22,8 +22,6 @@ from offload.device._sim_bytes import Span, TrackedBytes
 from offload.device._sim_clock import Operation, SimEvent, SimLane
 from offload.errors import HazardError
 
-__all__ = ["POISON", "Copy", "Executor", "ExecutorName", "check_pair"]
-
 ExecutorName = Literal["late", "early", "random", "clock"]
 
 POISON = 0xCB

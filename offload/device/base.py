@@ -19,8 +19,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["CaptureWatcher", "CopyPair", "Device", "Event", "Graph", "HostMemory", "Lane"]
-
 CopyPair = tuple[torch.Tensor, torch.Tensor]
 """(destination, source): 1-D uint8 tensors of equal length, one on the host and one on the device."""
 

@@ -22,8 +22,6 @@ from offload.device.base import CaptureWatcher, CopyPair, Event, Graph, Lane
 from offload.device.sanitizer import polled
 from offload.errors import CaptureError
 
-__all__ = ["CudaDevice", "CudaLane", "cores_in", "pci_address", "usable_bytes"]
-
 
 class CudaLane:
     """A stream and its role. place: (stream id, device index, device type), by which torch makes a stream the

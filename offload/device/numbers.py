@@ -17,8 +17,6 @@ from torch import Tensor
 
 from offload.device._cuda_memory import PinnedMemory
 
-__all__ = ["read_numbers"]
-
 _PAGE_BYTES = 1 << 16
 
 

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from offload.telemetry.speaker import speaker
 
-__all__ = ["LEAST_SCALE", "expand_rows", "quantize_rows"]
-
 logger = speaker(__name__)
 
 LEAST_SCALE = 1e-8

@@ -10,8 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-__all__ = ["polled", "sanitizing"]
-
 
 def sanitizing() -> bool:
     return "torch.cuda._sanitizer" in sys.modules

@@ -30,8 +30,6 @@ from offload.disk.file import Extent, Extents, SpillFile
 from offload.disk.stored import Stored
 from offload.memory.arena import Block
 
-__all__ = ["FileCopies"]
-
 
 class Moving:
     """Seconds in which at least one thread moved bytes in one direction, and the bytes. Thread-safe."""

@@ -26,8 +26,6 @@ from offload.memory.free_ranges import FreeRanges, round_up
 from offload.memory.growth import PAGE_BYTES
 from offload.telemetry.speaker import speaker
 
-__all__ = ["GROWTH_BYTES", "Extent", "Extents", "HostBytes", "SpillFile"]
-
 logger = speaker(__name__)
 
 GROWTH_BYTES = 256 << 20

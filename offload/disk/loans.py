@@ -35,8 +35,6 @@ from offload.disk.stored import Spilled, Stored
 from offload.disk.worker import Worker
 from offload.memory.arena import Block, HostArena
 
-__all__ = ["DiskLoans"]
-
 THREADS = 2
 """Calls of each direction that the disk has at once: while one thread sees to the end of its call and to the
 next one, the disk moves the other's. On a disk that moves 6 GB/s two threads write and read 1.07 of what one

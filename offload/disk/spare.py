@@ -11,8 +11,6 @@ from offload.memory.arena import Block
 from offload.memory.free_ranges import round_up
 from offload.memory.growth import PAGE_BYTES
 
-__all__ = ["SpareMemory"]
-
 
 class SpareMemory:
     """Blocks that are no arena's. False while there are none."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from offload.disk.worker import Job
     from offload.memory.arena import Block
 
-__all__ = ["DiskSettings", "Spilled", "Stored"]
-
 
 class DiskSettings(NamedTuple):
     """What a disk was made with; the fields are those of OffloadConfig."""

@@ -37,8 +37,6 @@ from offload.memory.arena import Block, HostArena
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import Once, speaker
 
-__all__ = ["DEFAULT_AHEAD_BYTES", "DiskTier"]
-
 logger = speaker(__name__)
 
 DEFAULT_AHEAD_BYTES = 4 << 30

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
-__all__ = ["Job", "JobState", "Worker"]
-
 T = TypeVar("T")
 
 

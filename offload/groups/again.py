@@ -16,8 +16,6 @@ from offload.engine import OffloadEngine
 from offload.ids import ChunkId
 from offload.policy.actions import ChunkKey
 
-__all__ = ["CallReads", "RecomputedHalves"]
-
 _NOTHING: frozenset[int] = frozenset()
 
 

@@ -26,8 +26,6 @@ from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.filters import Verdict, judge
 from offload.transfer.block import DeviceBlock
 
-__all__ = ["ChunkGroups", "Cursor"]
-
 
 class Cursor(Protocol):
     """What a chunk reports to: it knows which chunk is current."""

@@ -23,8 +23,6 @@ import torch
 
 from offload.engine import OffloadEngine
 
-__all__ = ["check_event", "is_graph_capturing", "record_event"]
-
 
 def is_graph_capturing() -> bool:
     """Whether the current stream is being captured into a CUDA graph. False without CUDA; never raises."""

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from offload.saved.chunk import SavedGroup
 
-__all__ = ["HEAD", "KEPT", "ROUTING", "Cost", "Group"]
-
 KEPT = "kept"
 """Group of the outputs that mode "auto" does not recompute. No user named it, so no warning blames it for
 moving nothing."""

@@ -18,8 +18,6 @@ from offload.saved.chunk import SavedChunk
 from offload.transfer.block import BlockState, DeviceBlock
 from offload.transfer.engine import TransferEngine
 
-__all__ = ["HalfReads"]
-
 
 class HalfReads:
     """Reads of the two halves of one virtual stage's backward.

@@ -20,8 +20,6 @@ from offload.saved.chunk import SavedChunk
 from offload.saved.filters import Verdict, is_parameter, is_plain, is_wrapper
 from offload.saved.hooks import InstalledScope, inside_checkpoint
 
-__all__ = ["InputGroup"]
-
 
 class _Manager(Protocol):
     def commit(self, handler: ChunkGroups, group: Group) -> None: ...

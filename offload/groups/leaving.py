@@ -12,8 +12,6 @@ from offload.engine import OffloadEngine
 from offload.groups.group import Group
 from offload.transfer.block import Transfer
 
-__all__ = ["LeavingGroups"]
-
 
 class LeavingGroups:
     """Groups of one engine that are on their way out. Callers hold its lock.

@@ -37,8 +37,6 @@ from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.summary import print_offload_summary_table
 from offload.transfer.graph import CapturedGraph
 
-__all__ = ["GroupsManager"]
-
 # of inferred ends, by what a step has saved: a generator's graph outlives the discriminator's step
 _ENDS_OUTLIVED = 2
 

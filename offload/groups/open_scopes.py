@@ -17,8 +17,6 @@ from offload.groups.scope import GroupScope
 from offload.groups.tracker import ChunkTracker
 from offload.saved.hooks import InstalledScope, inside_checkpoint
 
-__all__ = ["OpenScopes"]
-
 
 class OpenScopes(ChunkTracker):
     """The hooks' part of the manager."""

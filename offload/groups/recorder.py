@@ -28,8 +28,6 @@ from offload.telemetry.timeline import Kind, MemorySample, Span, Timeline
 from offload.transfer.admission import Direction
 from offload.transfer.block import BlockState
 
-__all__ = ["Recorder"]
-
 _HELD = (BlockState.RESIDENT, BlockState.RESTORING, BlockState.RESTORED)
 
 

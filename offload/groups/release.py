@@ -18,16 +18,6 @@ from offload.telemetry.speaker import speaker
 from offload.transfer.block import BlockState, DeviceBlock
 from offload.transfer.engine import TransferEngine
 
-__all__ = [
-    "ReleasedTensor",
-    "checked_tensors",
-    "is_held",
-    "mark_released",
-    "release",
-    "unmark_released",
-    "without_output",
-]
-
 logger = speaker(__name__)
 
 

@@ -19,8 +19,6 @@ from offload.telemetry.records import StepStats
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.limits import Limits
 
-__all__ = ["FORWARDS_WITHOUT_END", "MarkReport", "StepReport"]
-
 logger = speaker(__name__)
 
 FORWARDS_WITHOUT_END = 1024

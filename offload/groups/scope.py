@@ -19,8 +19,6 @@ from offload.saved.chunk import SavedChunk
 from offload.saved.handles import Handle
 from offload.transfer.block import DeviceBlock
 
-__all__ = ["GroupScope", "KeptGroup", "KeptScope"]
-
 
 class GroupScope:
     """Takes what autograd saves for `group`, until it is committed; after that a save is passed on to the

@@ -18,8 +18,6 @@ from offload.policy.actions import Action, ChunkKey, GroupSize
 from offload.transfer.engine import TransferEngine
 from offload.transfer.stalls import Stall, all_passed
 
-__all__ = ["SeenStep", "StepClock", "half_bytes_of", "leaving_of", "passed_bytes_of", "sizes_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenStep:

@@ -35,8 +35,6 @@ from offload.policy.keeps import (
 from offload.policy.mixture import MixedPlan
 from offload.transfer.limits import DEFAULT, DEFAULT_IN_FLIGHT_BYTES, PLAN
 
-__all__ = ["StepPlanner"]
-
 _LEAST_PIECES = 2  # in flight in one direction: one that is copied, one that waits behind it
 
 

@@ -23,8 +23,6 @@ from offload.saved.hooks import Scope
 from offload.telemetry.figures import GroupFigures, Ledger, Stayed, figures_of, figures_without_offload
 from offload.telemetry.records import StepStats
 
-__all__ = ["GroupLedgers", "Survey", "group_figures"]
-
 
 def group_figures(groups: Iterable[Group]) -> dict[str, GroupFigures]:
     """By name. Groups that were counted before are passed over, so a forward that outlives its step counts

@@ -22,8 +22,6 @@ from offload.policy.mixture import MixedPlan, choose_keeps
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import speaker
 
-__all__ = ["NO_PART", "Stays", "TimedPlan", "Unit", "cut_into_units", "plan_by", "timed_plan"]
-
 logger = speaker(__name__)
 
 _UNITS_A_CHUNK = 64

@@ -34,8 +34,6 @@ from offload.transfer.block import DeviceBlock
 from offload.transfer.coming import ComingReads
 from offload.versions import queue_callback
 
-__all__ = ["ChunkTracker"]
-
 # chunks that a prefetch looks at: the one being read and what follows; more only cost host time
 _CHUNKS_AHEAD = 3
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from offload.engine import OffloadEngine
 from offload.telemetry.speaker import speaker
 
-__all__ = ["Trimmer"]
-
 logger = speaker(__name__)
 
 REMEMBERED_STEPS = 1000

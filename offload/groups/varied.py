@@ -18,8 +18,6 @@ from offload.policy.actions import Action, ChunkKey, Rates
 from offload.policy.lengths import STEPS, Lengths, nearest
 from offload.policy.mixture import MixedPlan
 
-__all__ = ["VariedSteps"]
-
 Units = Mapping[ChunkKey, list[Unit]]
 
 

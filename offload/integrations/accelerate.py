@@ -22,8 +22,6 @@ from offload.apply import Applied
 from offload.apply import apply as offload_apply
 from offload.integrations import step_figures, with_optimizer
 
-__all__ = ["apply", "log"]
-
 
 def apply(accelerator: Accelerator, model: nn.Module, **arguments: Any) -> Applied:
     """`offload.apply` on the model inside what `prepare` has made of it (DDP, a compiled module), so that

@@ -29,8 +29,6 @@ from offload.apply import apply
 from offload.config import check_mode
 from offload.integrations.transformers import OffloadCallback
 
-__all__ = ["OffloadPlugin", "arguments_of"]
-
 _KEYS = ("gradient_checkpointing", "activation_offloading", "layer_offloading")
 _FORMER: dict[Any, Any] = {"offload": True, "offload_disk": "disk"}
 

@@ -19,8 +19,6 @@ from offload.apply import Applied, apply
 from offload.integrations import step_figures, with_optimizer
 from offload.modules.settings import WITHOUT_BLOCKS
 
-__all__ = ["OffloadCallback"]
-
 
 class OffloadCallback(Callback):  # type: ignore[misc]
     """Offloads the LightningModule, or a module of it, while it is fitted.

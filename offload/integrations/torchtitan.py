@@ -24,8 +24,6 @@ from offload.compat.torchtitan import settings
 from offload.integrations import step_figures
 from offload.modules.settings import RECOMPUTING, WITHOUT_BLOCKS
 
-__all__ = ["offloaded"]
-
 
 def offloaded(
     config: Trainer.Config, keys: Mapping[str, Any] | str | PathLike[str] | None = None, **arguments: Any

@@ -21,8 +21,6 @@ from offload.integrations import step_figures, with_optimizer
 from offload.park import parked
 from offload.telemetry.speaker import Once, speaker
 
-__all__ = ["OffloadCallback"]
-
 logger = speaker(__name__)
 
 

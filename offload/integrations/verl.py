@@ -18,8 +18,6 @@ from verl.workers.engine.base import EngineRegistry
 from offload.park import Parked, park
 from offload.park.report import Kind
 
-__all__ = ["parking", "register"]
-
 
 def register(
     backend: str = "fsdp2_parked",

@@ -13,8 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-__all__ = ["HostBudget", "LocalHostBudget", "checked_limit", "default_host_limit_bytes"]
-
 DEFAULT_SHARE = 0.8
 """Share of the host's memory that may be pinned by default: the rest is for data loaders, the page cache and
 pageable tensors."""

@@ -15,16 +15,6 @@ from typing import NamedTuple
 
 from offload.device.base import Device, Event
 
-__all__ = [
-    "EQUALS_LOOKED_AT",
-    "FreeRanges",
-    "PendingEvent",
-    "PendingEvents",
-    "Range",
-    "join_pending",
-    "round_up",
-]
-
 POLLS_PER_EVENT = 2
 """Events asked about for each new one and for each block that is cut, whatever the number pending: the host
 cost of a call stays flat."""

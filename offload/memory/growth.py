@@ -21,8 +21,6 @@ from offload.sizes import bytes_text
 from offload.telemetry.progress import progress
 from offload.telemetry.speaker import speaker
 
-__all__ = ["PAGE_BYTES", "Growth"]
-
 logger = speaker(__name__)
 
 PAGE_BYTES = 4096

@@ -31,8 +31,6 @@ from offload.memory.budget import HostBudget, checked_limit
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import speaker
 
-__all__ = ["GUARANTEED_SHARE", "SharedHostBudget", "shared_by_store", "shared_by_torchrun"]
-
 logger = speaker(__name__)
 
 GUARANTEED_SHARE = 0.4

@@ -35,8 +35,6 @@ from offload.memory.free_ranges import (
 )
 from offload.memory.growth import Growth
 
-__all__ = ["ArenaStats", "Block", "HostLender", "Lender"]
-
 ALIGN_BYTES = 512
 """Where extents start, as torch's device allocator does."""
 

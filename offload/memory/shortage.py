@@ -13,8 +13,6 @@ from offload.sizes import bytes_text, enough_text
 from offload.telemetry.records import StepStats
 from offload.telemetry.speaker import speaker
 
-__all__ = ["HostShortage"]
-
 logger = speaker(__name__)
 
 _STEPS_TO_PIN = 3  # after the first such step

@@ -15,8 +15,6 @@ import torch
 from offload.device.base import Device, Event
 from offload.memory.arena import Block, HostArena
 
-__all__ = ["PoolKey", "SubPool"]
-
 PoolKey = tuple[tuple[int, ...], torch.dtype]
 
 POLLS_PER_GET = 2

@@ -49,8 +49,6 @@ from offload.policy.actions import ChunkKey
 from offload.telemetry.records import StepStats
 from offload.telemetry.speaker import speaker
 
-__all__ = ["Auto"]
-
 logger = speaker(__name__)
 
 _GUESSES = 16

@@ -22,8 +22,6 @@ from offload.telemetry.records import StepStats
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.limits import CONFIG, Contributor
 
-__all__ = ["BLOCKS", "AutoMemory"]
-
 logger = speaker(__name__)
 
 BLOCKS = "blocks"

@@ -30,8 +30,6 @@ from offload.policy.mixture import MixedPlan, cheapest_mixture, choose_mixture, 
 from offload.telemetry.speaker import speaker
 from offload.transfer.link import LINK_TEST_BYTES
 
-__all__ = ["AutoPlan", "measure_link"]
-
 logger = speaker(__name__)
 
 _PLANS = 2

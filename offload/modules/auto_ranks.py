@@ -14,8 +14,6 @@ from offload.modules.ladder import Facts
 from offload.planner.agreement import Agreement, Room, is_point
 from offload.telemetry.speaker import Once, speaker
 
-__all__ = ["AutoRanks"]
-
 logger = speaker(__name__)
 
 _GUESSED_ENDS = 3

@@ -17,8 +17,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Beside"]
-
 T = TypeVar("T")
 
 _REST = 3.0

@@ -36,8 +36,6 @@ from offload.policy.actions import ChunkKey
 from offload.policy.lengths import nearest
 from offload.telemetry.speaker import speaker
 
-__all__ = ["BlockCalls", "Chosen", "Look"]
-
 logger = speaker(__name__)
 
 Kept = frozenset[tuple[Any, int]]

@@ -19,8 +19,6 @@ from offload.conductor.telemetry import TelemetryHub
 from offload.device import device_bytes
 from offload.engine import OffloadEngine
 
-__all__ = ["Conducted", "conduct", "conductor_config"]
-
 Conducted = bool | str | Path | Mapping[str, Any] | ConductorConfig | None
 """What `conductor=` may be."""
 

@@ -29,8 +29,6 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.compile.untraced import Unscripted, untraced
 
-__all__ = ["INTERRUPTED", "CallsUnderWay", "HookPair", "output_tensors"]
-
 _PARTS_LOOKED_AT = 64  # of an output: a hidden state for each layer, at most
 
 

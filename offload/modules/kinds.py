@@ -43,8 +43,6 @@ from offload.weights.keep import least_window
 from offload.weights.slabs import Slab
 from offload.weights.stream import WeightStream
 
-__all__ = ["Kinds", "Placed", "Streams", "place"]
-
 logger = speaker(__name__)
 
 _WITHOUT_OPTIMIZER = 0.9

@@ -24,8 +24,6 @@ from tabulate import tabulate
 
 from offload.modules.rule import Cost, Rule, Trace, fitting, peak_bytes
 
-__all__ = ["Ended", "Facts", "Ladder", "State", "Tried"]
-
 _FIRST_AIM, _AIM = 0.99, 0.998
 """Of the total: before a step under a rule was measured, and since."""
 

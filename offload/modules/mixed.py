@@ -23,8 +23,6 @@ from offload.modules.root import GroupCall, ModelRoot
 from offload.planner.profiler import BlockProfiler
 from offload.policy.actions import ChunkKey
 
-__all__ = ["MixedCalls"]
-
 
 class _Call(NamedTuple):
     """One forward of the block. call: None for a plain one of which nothing may leave. place: of the call in

@@ -15,8 +15,6 @@ import torch
 
 from offload.sizes import bytes_text
 
-__all__ = ["BACKWARD", "BLOCKS", "HEAD", "OPTIMIZER", "PeakWatch", "device_peak_bytes"]
-
 BLOCKS: Final = "the forward, up to the last block"
 HEAD: Final = "the head and the loss, after the last block"
 BACKWARD: Final = "the backward of the blocks"

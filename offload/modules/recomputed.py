@@ -26,8 +26,6 @@ from offload.modules.root import GroupCall, ModelRoot
 from offload.modules.settings import is_checkpointing
 from offload.saved.hooks import inside_checkpoint
 
-__all__ = ["RecomputedCalls", "is_forward_ad"]
-
 
 def is_forward_ad() -> bool:
     """Whether a level of forward AD is open."""

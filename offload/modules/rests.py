@@ -22,8 +22,6 @@ from offload.modules.hooks import HookPair
 from offload.modules.root import ModelRoot, given_bytes
 from offload.modules.steps import Steps
 
-__all__ = ["Rests"]
-
 
 class _Hooked(NamedTuple):
     """own: of the model. blocks: by name."""

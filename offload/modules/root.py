@@ -44,8 +44,6 @@ from offload.saved.handles import Handle
 from offload.saved.hooks import InstalledScope, admits_hooks, inside_checkpoint
 from offload.telemetry.speaker import Once, speaker
 
-__all__ = ["GroupCall", "GroupCalls", "HeadCalls", "ModelRoot", "given_bytes"]
-
 logger = speaker(__name__)
 
 INPUTS = "inputs"

@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 from offload.policy.actions import ChunkKey
 
-__all__ = ["Cost", "Rule", "Trace", "fitting", "peak_bytes", "probes"]
-
 
 class Rule(NamedTuple):
     """plain: places of the blocks of a chunk that run plain, by stage. moves: inputs of the others leave.

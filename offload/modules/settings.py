@@ -19,24 +19,6 @@ from offload.config import MODES, Mode
 from offload.errors import OffloadError
 from offload.telemetry.speaker import speaker
 
-__all__ = [
-    "ALL_TENSORS",
-    "EXCLUDED",
-    "RECOMPUTING",
-    "WHAT",
-    "WITHOUT_BLOCKS",
-    "call_if_there",
-    "check_arguments",
-    "checkpoints_off",
-    "forget_compiled",
-    "heads_of",
-    "is_adapter",
-    "is_checkpointing",
-    "mind_adapters",
-    "refuse_shared_caches",
-    "switch_caches_off",
-]
-
 logger = speaker(__name__)
 
 ALL_TENSORS: Final = (True, "legacy", "disk")

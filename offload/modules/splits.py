@@ -19,8 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Loads", "Split", "all_of", "device_bytes", "first_split", "least_of", "shared", "step_s"]
-
 _SHARES = 8
 """Of state and of weights, how many parts are placed by themselves."""
 

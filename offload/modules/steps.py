@@ -38,8 +38,6 @@ from offload.client import Phase
 from offload.compile.untraced import untraced
 from offload.groups.manager import GroupsManager
 
-__all__ = ["Root", "Steps"]
-
 
 class _Forwards(threading.local):
     """running: forwards of one root in this thread, one inside the other."""

@@ -24,16 +24,6 @@ from offload.weights.choose import Choice
 from offload.weights.gradients import window_bytes
 from offload.weights.keep import Size, least_window
 
-__all__ = [
-    "Part",
-    "parts_of",
-    "refuse_beyond_device",
-    "refuse_beyond_host",
-    "refuse_parts_beyond_device",
-    "size_of",
-    "sizes_of",
-]
-
 
 class Part(NamedTuple):
     """One kind. instead: what takes less of the device, and of the host; "" where nothing does."""

@@ -25,8 +25,6 @@ from offload.spill.config import MIB, ActivationConfig
 from offload.spill.hooks import ActivationHookContext
 from offload.spill.runtime import ActivationRuntime
 
-__all__ = ["Marks", "WatermarkRoot", "marks_of"]
-
 _HIGH_PERCENT = 90  # of a GPU, where no mark is given: the rest is for what operators use for themselves
 _LOW_SHARE = 15 / 16  # of the high mark
 

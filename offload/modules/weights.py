@@ -27,15 +27,6 @@ from offload.weights.choose import Choice, choose, choose_gradients, quantize
 from offload.weights.hooks import refuse_recorded_graphs
 from offload.weights.slabs import Slab
 
-__all__ = [
-    "WeightsRoot",
-    "check_gradients",
-    "chosen_weights",
-    "device_of",
-    "waiting_gradients",
-    "weights_limit",
-]
-
 
 class WeightsRoot(Root):
     """A model of which weights leave and activations do not."""

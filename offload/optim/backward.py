@@ -29,8 +29,6 @@ from offload.params.home import HOME, has_own_storage
 from offload.params.view import ParamView, is_laid_out_as, local_of
 from offload.transfer.limits import Limits
 
-__all__ = ["BackwardSteps"]
-
 
 def _versions(gradient: Tensor) -> tuple[int, int]:
     """Version counters of the tensor and of its local shard."""

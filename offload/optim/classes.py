@@ -16,21 +16,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = [
-    "IMPLEMENTATION_KEYS",
-    "MOMENTS",
-    "checked_class",
-    "defaults_of",
-    "is_elementwise",
-    "is_fused_adam",
-    "kernel_named",
-    "may_fail_half_way",
-    "state_names",
-    "step_alone",
-    "steps_each_alone",
-    "with_kernel",
-]
-
 IMPLEMENTATION_KEYS = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """Keys of a param group that say how a class computes, and differ between the CPU's optimizer and the
 GPU's."""

@@ -28,8 +28,6 @@ from offload.params.home import home_of
 from offload.params.ring import slots_for
 from offload.params.view import local_of, trains
 
-__all__ = ["MoveBack", "check_optimizer", "host_and_device_bytes", "move_state_to_host"]
-
 BUCKET_BYTES = 64 << 20
 """Of master weights: what passes through the device at once."""
 

@@ -40,8 +40,6 @@ from offload.params.home import Stepper
 from offload.params.sections import FlatSpec
 from offload.params.view import ParamView, lay_like, update_master
 
-__all__ = ["CpuBucket", "CpuPart", "as_bytes"]
-
 
 def as_bytes(pairs: Sequence[CopyPair]) -> list[CopyPair]:
     """Copies of tensors without gaps, of whatever dtype, as copies of their bytes."""

@@ -34,8 +34,6 @@ from offload.optim.parts import HostOptions
 from offload.optim.streamed_step import StreamedPart
 from offload.params.view import ParamView, count_write, trains
 
-__all__ = ["FSDPGPUOptimizerWrapper"]
-
 
 class FSDPGPUOptimizerWrapper(Optimizer):
     """Steps `optimizer`'s parameters, which are on the host, on `device`.

@@ -22,8 +22,6 @@ from torch.optim import SGD, Optimizer
 
 from offload.optim.classes import IMPLEMENTATION_KEYS
 
-__all__ = ["UserGroup", "adopted_groups", "follow_groups"]
-
 _OWN = IMPLEMENTATION_KEYS | {"params", "param_names"}
 _TENSORS = frozenset({"params"})
 

@@ -28,8 +28,6 @@ from offload.params.view import ParamView
 from offload.params.worker import Latch
 from offload.transfer.copier import OwnedCopies
 
-__all__ = ["HostBucket", "HostPart"]
-
 SECTION_BYTES = 256 << 20
 """Master weights of one section. Four flats of it are one registration of 1 GiB, which takes 60 ms to pin,
 before step 1."""

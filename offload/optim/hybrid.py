@@ -53,8 +53,6 @@ from offload.optim.step import Overlap, StepRunner, checked_overlap
 from offload.params.view import ParamView, local_of
 from offload.telemetry.speaker import speaker
 
-__all__ = ["HybridDeviceOptimizer"]
-
 logger = speaker(__name__)
 
 _OWN = ("zero_grad", "state_dict", "load_state_dict")

@@ -23,8 +23,6 @@ from offload.optim.ranks import clip_, total_norm
 from offload.optim.state import fill_state
 from offload.optim.step import Overlap
 
-__all__ = ["InPlace", "in_place"]
-
 
 class InPlace:
     """Names of HybridDeviceOptimizer where nothing is offloaded; see there."""

@@ -19,8 +19,6 @@ from offload.config import check_bytes
 from offload.optim.groups import UserGroup
 from offload.params.view import ParamView, inner_parts, laid_like, local_of, sharded_like, update_master
 
-__all__ = ["MASTER", "HostOptions", "Part", "copied", "loaded_value", "parts_of", "refuse_incomplete"]
-
 MASTER = "master_param"
 """Key of a float32 master in an entry of state."""
 

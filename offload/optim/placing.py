@@ -31,8 +31,6 @@ from offload.params.home import home_of
 from offload.params.layout import layout_to_json
 from offload.params.view import ParamView, local_of, trains
 
-__all__ = ["Place", "Placement", "PlacingOptions", "choose_offloaded", "choose_places"]
-
 
 class Place(Enum):
     """Where a parameter's optimizer state is between steps, and who steps it."""

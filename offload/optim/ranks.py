@@ -16,8 +16,6 @@ from torch import Tensor
 
 from offload.params.view import local_of
 
-__all__ = ["clip_", "is_split", "may_be_reduced_in_place", "several_ranks", "total_norm"]
-
 
 def several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -45,8 +45,6 @@ from offload.optim.parts import HostOptions, Part, parts_of
 from offload.optim.undo import undone_on_error
 from offload.params.view import ParamView, count_write, laid_like, lay_like, local_of, update_master
 
-__all__ = ["ResidentPart"]
-
 
 class ResidentPart(Part):
     """One optimizer over whole tensors. on_host: parameters of the device are stepped as copies on the

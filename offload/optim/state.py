@@ -28,8 +28,6 @@ from offload.optim.placing import Placement
 from offload.params.home import home_of
 from offload.params.view import ParamView, local_of, sharded_like
 
-__all__ = ["copy_to_host", "fill_state", "is_hooks", "matched", "paired", "with_class_rules", "without_hooks"]
-
 SHAPED = (MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 """State that has the shape of its parameter."""
 

@@ -30,8 +30,6 @@ from offload.optim.touch import AwaitedWeight, WeightWatch, await_all, weakly
 from offload.params.view import ParamView, count_write, laid_out_as
 from offload.telemetry.records import ClientStats
 
-__all__ = ["Overlap", "StepRunner", "checked_overlap", "open_runners", "stepped_by_open_ones"]
-
 Overlap = Literal["step", "forward", "backward"]
 
 GRADIENTS_BEHIND_BYTES, GRADIENTS_BEHIND_SHARE = 2 << 30, 16

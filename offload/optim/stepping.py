@@ -33,8 +33,6 @@ from offload.params.worker import Job, Latch, Worker
 from offload.telemetry.speaker import speaker
 from offload.transfer.stalls import Stalls
 
-__all__ = ["HostedSteps"]
-
 logger = speaker(__name__)
 
 COPY_LEAD = 3

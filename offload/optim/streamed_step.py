@@ -67,8 +67,6 @@ from offload.params.ring import RING_SLOTS, Ring, slots_for
 from offload.params.sections import FlatSpec
 from offload.params.view import ParamView, update_master
 
-__all__ = ["StreamedBucket", "StreamedPart"]
-
 _SLOTS_BESIDE_WEIGHTS = 5
 """Where steps run in the backward. A block of weights takes the link for as long as some buckets of state, 3
 of 64 MiB where it has 233 M bf16 parameters: two more that have come before keep the other direction busy

@@ -24,8 +24,6 @@ from offload.errors import OffloadError
 from offload.optim.parts import parts_of
 from offload.params.view import is_writable, local_of
 
-__all__ = ["undone_on_error"]
-
 _FIXED = (
     *(bool, int, float, complex, str, bytes, range, slice, type, Enum, types.NoneType, types.ModuleType),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, weakref.ref),

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from offload.device import Device, Event
 
-__all__ = ["HOME", "Claim", "Home", "Stepper", "has_own_storage", "home_of", "is_alone", "use_count"]
-
 use_count = torch._C._storage_Use_Count
 """Of a storage, by its `_cdata`."""
 

@@ -18,8 +18,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGN", "Bucket", "Piece", "Section", "lay_out", "layout_to_json"]
-
 ALIGN = 16
 """Elements: a 64-byte cache line of float32, and the widest vector of the CPU kernels (AVX-512)."""
 

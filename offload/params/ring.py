@@ -14,8 +14,6 @@ from torch import Tensor
 
 from offload.device import Device, Event, Lane
 
-__all__ = ["RING_SLOTS", "Ring", "Slot", "slots_for"]
-
 RING_SLOTS = 3
 """Buckets on the device at most: one coming in, one being stepped, one going out."""
 

@@ -17,8 +17,6 @@ from offload.errors import HostBudgetError
 from offload.memory.arena import Block, HostArena
 from offload.params.layout import ALIGN, Section
 
-__all__ = ["FlatSpec", "HostSection", "check_budget", "free_bytes"]
-
 
 class FlatSpec(NamedTuple):
     """One flat of every section: its name, the bytes of one element, whether it is pinned, and whether it

@@ -18,21 +18,6 @@ from offload.errors import OffloadError
 from offload.params.home import home_of
 from offload.params.watched import Watched
 
-__all__ = [
-    "ParamView",
-    "count_write",
-    "inner_parts",
-    "is_laid_out_as",
-    "is_writable",
-    "laid_like",
-    "laid_out_as",
-    "lay_like",
-    "local_of",
-    "sharded_like",
-    "trains",
-    "update_master",
-]
-
 
 def local_of(tensor: Tensor) -> Tensor:
     """The tensor whose memory is this rank's: a DTensor's local shard, else the tensor itself."""

@@ -19,8 +19,6 @@ from torch import Tensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
-__all__ = ["READ_NO_BYTES", "Watched", "accessors", "methods", "untouched", "watched_in"]
-
 
 def methods(names: str, owner: Any = Tensor) -> frozenset[Any]:
     """Those functions of a class or module that this torch has. names: with blanks between."""

@@ -28,8 +28,6 @@ import torch
 
 from offload.errors import OffloadError
 
-__all__ = ["Job", "Latch", "Worker"]
-
 Job = Callable[[], None]
 
 

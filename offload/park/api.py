@@ -20,8 +20,6 @@ from offload.park.census import KINDS, check_kinds
 from offload.park.parked import Parked
 from offload.park.report import Kind
 
-__all__ = ["park", "parked"]
-
 _known: weakref.WeakKeyDictionary[nn.Module, Parked] = weakref.WeakKeyDictionary()
 
 

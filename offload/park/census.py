@@ -32,8 +32,6 @@ from offload.park.memory import KindMemory
 from offload.park.report import Kind
 from offload.weights.weight import Holder, Weight, nobody
 
-__all__ = ["KINDS", "Census", "Entry", "check_kinds", "own_optimizer", "tensors_in"]
-
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 

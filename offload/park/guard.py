@@ -25,8 +25,6 @@ from offload.park.census import own_optimizer
 from offload.weights.watched import StreamedWeight, away_of, on_host
 from offload.weights.weight import nobody
 
-__all__ = ["Gate", "host_value", "is_parked"]
-
 
 def is_parked(tensor: Any) -> bool:
     return isinstance(tensor, StreamedWeight) and away_of(tensor) is not None

@@ -17,8 +17,6 @@ from offload.memory.arena import HostArena
 from offload.params.layout import lay_out
 from offload.params.sections import FlatSpec, HostSection
 
-__all__ = ["KindMemory"]
-
 SECTION_BYTES = 1 << 30
 """Of one section, which is one piece of a copy to the host and one registration: 60 ms to pin."""
 

@@ -38,8 +38,6 @@ from offload.park.report import Kind, ParkReport
 from offload.transfer.layout import bytes_of
 from offload.weights.watched import watch
 
-__all__ = ["fetch", "free", "send"]
-
 _PIECE_BYTES = 256 << 20
 """Of one copy to the device, for which memory is allocated first."""
 

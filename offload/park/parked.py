@@ -44,8 +44,6 @@ from offload.telemetry.speaker import Once, speaker
 from offload.weights.watched import make_plain
 from offload.weights.weight import Weight, in_backward
 
-__all__ = ["Parked"]
-
 logger = speaker(__name__)
 
 _ALL_CACHED = 1 << 40

@@ -7,8 +7,6 @@ from typing import Literal
 
 from offload.sizes import bytes_text
 
-__all__ = ["Kind", "KindReport", "ParkReport"]
-
 Kind = Literal["weights", "gradients", "optimizer", "extra"]
 """Parameters and buffers; gradients; state of optimizers; what `extra=` names."""
 

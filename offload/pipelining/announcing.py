@@ -20,8 +20,6 @@ from offload.modules.steps import Root
 from offload.policy.actions import Action
 from offload.telemetry.speaker import Once, speaker
 
-__all__ = ["Announcements", "Announcer"]
-
 logger = speaker(__name__)
 
 _said = Once()

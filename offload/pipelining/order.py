@@ -17,8 +17,6 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from offload.policy.actions import Action, Kind, one_f_one_b
 
-__all__ = ["actions_of", "peak_chunks"]
-
 _KINDS: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
 
 

@@ -27,8 +27,6 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.errors import OffloadError
 
-__all__ = ["AdaptedStage"]
-
 
 class ContextStage(PipelineStage):
     """torch from 2.15 on. It admits one context, which is the announcement; those of the user's run inside

@@ -40,8 +40,6 @@ from offload.errors import OffloadError
 from offload.planner.profile import BlockProfile, SeenCall
 from offload.policy.mixture import MixedPlan
 
-__all__ = ["Agreement", "Room", "common_profile", "is_point", "peers_of"]
-
 T = TypeVar("T")
 
 _TIMEOUT_S = 600.0

@@ -19,8 +19,6 @@ from offload.policy.actions import ChunkKey
 from offload.policy.mixture import MixedPlan, scaled
 from offload.sizes import bytes_text
 
-__all__ = ["BlockShare", "Explanation", "KindShare", "folded"]
-
 _MORE = 0.1
 """Of the total: how much larger the budget is of which the gain is told."""
 _MORE_TRIALS = 100

@@ -16,8 +16,6 @@ from offload.policy.actions import ChunkKey
 from offload.policy.mixture import MixedPlan
 from offload.telemetry.drawing import byte_unit, require_matplotlib, time_unit
 
-__all__ = ["draw_explanation", "figure_of"]
-
 _KEPT, _MOVED, _RECOMPUTED = "#004488", "#DDAA33", "#BB5566"  # told apart in grey as well
 _REST, _FREE = "#BBBBBB", "#F2F2F2"
 _WAITS, _PEAK = "#222222", "#7799BB"

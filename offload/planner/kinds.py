@@ -13,8 +13,6 @@ from types import BuiltinFunctionType
 import torch
 from torch import nn
 
-__all__ = ["kind_of", "look_of"]
-
 
 def kind_of(module: nn.Module) -> Hashable:
     """Of a block: the class, training and settings of each module inside, the make of each parameter and

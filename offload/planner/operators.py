@@ -17,15 +17,6 @@ from torch.utils._pytree import tree_leaves
 from offload.checkpoint.kept import is_collective
 from offload.checkpoint.operators import IN_PLACE
 
-__all__ = [
-    "collective_groups",
-    "communicates_in_place",
-    "draws_by_itself",
-    "is_attention",
-    "may_differ",
-    "writes_of",
-]
-
 _DIFFERING = {
     "bincount",
     "cumsum",

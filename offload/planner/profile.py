@@ -16,16 +16,6 @@ from typing import Any, NamedTuple
 
 from offload.policy.menu import Level, Menu, convex
 
-__all__ = [
-    "MOST_LEVELS",
-    "BlockProfile",
-    "Keeps",
-    "SeenCall",
-    "TimedCall",
-    "kept_always",
-    "settled_seconds",
-]
-
 Keep = frozenset[tuple[Any, int]] | None
 Keeps = tuple[Keep, ...]
 

@@ -56,8 +56,6 @@ from offload.planner.unseen import UnseenWrites
 from offload.saved.filters import is_dtensor
 from offload.transfer.layout import WeakStorage
 
-__all__ = ["BlockProfiler"]
-
 
 @dataclass(slots=True, eq=False)
 class _Call:

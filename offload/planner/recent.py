@@ -15,8 +15,6 @@ from offload.planner.work import Ran, ReadParts, StepWork, read_parts_of
 from offload.policy.actions import Action, ChunkKey
 from offload.policy.lengths import STEPS, Lengths
 
-__all__ = ["RecentSteps"]
-
 
 class _Seen(NamedTuple):
     """A step that has ended. amounts: bytes of its blocks' inputs, by chunk."""

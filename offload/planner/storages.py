@@ -16,8 +16,6 @@ from offload.saved.filters import Verdict, is_parameter, judge, waited
 from offload.saved.store import GATHER_BELOW
 from offload.transfer.layout import ViewLayout, WeakStorage, overlaps_itself, span_of
 
-__all__ = ["SavedBytes", "can_leave", "waiting_bytes"]
-
 
 def can_leave(tensor: torch.Tensor, engine: OffloadEngine, min_elements: int) -> bool:
     """Whether a group would take it; of a wrapper, one of the tensors that it is made of."""

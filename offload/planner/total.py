@@ -13,8 +13,6 @@
 
 from __future__ import annotations
 
-__all__ = ["TotalMemory"]
-
 _AIM = 0.985
 """Of the total: the allocator rounds sizes up, and the order of two lanes is not the same in every step."""
 

@@ -13,8 +13,6 @@ import torch
 from offload.checkpoint.checksum import checksum, to_host
 from offload.checkpoint.kept import alias_of
 
-__all__ = ["UnseenWrites"]
-
 Key = TypeVar("Key", bound=Hashable)
 
 

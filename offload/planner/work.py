@@ -16,9 +16,6 @@ from typing import NamedTuple, Protocol
 from offload.policy.actions import Action, ChunkKey
 from offload.policy.menu import Block, Level, Menu
 
-__all__ = ["Profile", "Ran", "ReadParts", "StepWork", "read_parts_of", "with_halves"]
-
-
 _BACKWARD = 2.2
 """Seconds of a backward over those of its forward, where neither was measured. Source: W2 and W5 of the
 benchmarks, one H200: 276 ms over 124, and 26.2 over 12.1."""

@@ -14,25 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
-__all__ = [
-    "Action",
-    "ChunkKey",
-    "ChunkSizes",
-    "GroupKey",
-    "GroupSize",
-    "Keeps",
-    "Kind",
-    "Life",
-    "Rates",
-    "Read",
-    "checked_action",
-    "lives_of",
-    "one_f_one_b",
-    "reads_of",
-    "require_sizes",
-    "require_times",
-]
-
 Kind = Literal["F", "B", "I", "W"]
 """F forward, B whole backward; I and W the halves of a split backward, by input and by weight. A chunk's last
 read is in its B or its W."""

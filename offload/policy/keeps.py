@@ -24,19 +24,6 @@ from offload.policy.actions import (
     require_sizes,
 )
 
-__all__ = [
-    "all_of",
-    "fraction_keeps",
-    "kept_peak_bytes",
-    "leaving_bytes",
-    "left_peak_bytes",
-    "limit_keeps",
-    "margin_keeps",
-    "short_lives_bytes",
-    "summary_bytes",
-    "tail_keeps",
-]
-
 OrderedChunks = Sequence[tuple[ChunkKey, Sequence[GroupSize]]]
 """Chunks in the order that the argument's name says, each with its groups in forward order."""
 

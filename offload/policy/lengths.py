@@ -22,8 +22,6 @@ from collections.abc import Collection, Mapping
 
 from offload.policy.actions import ChunkKey
 
-__all__ = ["Lengths", "nearest"]
-
 STEPS = 8
 """That count as the last ones."""
 

@@ -14,17 +14,6 @@ from itertools import accumulate, pairwise
 from offload.policy.actions import GroupSize
 from offload.policy.menu import Block, convex
 
-__all__ = [
-    "Levels",
-    "alike",
-    "groups_at",
-    "most_steps",
-    "moved",
-    "num_leaving",
-    "path_of",
-    "units_a_chunk",
-]
-
 Levels = tuple[int, ...]
 """Of one chunk: for each block the place of its level in its menu."""
 

@@ -10,8 +10,6 @@ from collections.abc import Hashable
 
 from offload.policy.actions import Rates
 
-__all__ = ["D2H", "H2D", "Link"]
-
 D2H, H2D = 0, 1
 _FOR_EVER = float("inf")
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 
 from offload.policy.actions import Action, ChunkKey, checked_action
 
-__all__ = ["Lookahead"]
-
 
 class Lookahead:
     """The coming backwards of one rank."""

@@ -17,16 +17,6 @@ from typing import NamedTuple
 
 from offload.policy.actions import Action, ChunkKey, ChunkSizes, GroupSize, Life, lives_of
 
-__all__ = [
-    "Block",
-    "ChunkBlocks",
-    "Level",
-    "Menu",
-    "action_seconds",
-    "block_seconds",
-    "convex",
-]
-
 
 class Level(NamedTuple):
     """One way to run a block.

@@ -30,8 +30,6 @@ from offload.policy.levels import (
 from offload.policy.menu import Block, ChunkBlocks, action_seconds
 from offload.policy.simulate import Simulation, simulate
 
-__all__ = ["MixedSearch", "MixtureProblem", "State", "Trial"]
-
 _MOST_RUNS = 8
 """Of chunks that a climb changes together."""
 _MOST_TRIALS, _FEWEST_TRIALS, _UNIT_TRIALS = 330, 40, 85_000

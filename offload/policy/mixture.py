@@ -24,8 +24,6 @@ from offload.policy.menu import ChunkBlocks, action_seconds, group_blocks
 from offload.policy.mixed_search import MixedSearch, MixtureProblem, State
 from offload.policy.simulate import Simulation
 
-__all__ = ["MixedPlan", "cheapest_mixture", "choose_keeps", "choose_mixture", "scaled"]
-
 _BISECTIONS = 8
 _BISECTION_TRIALS = 30
 """Of a plan that only says whether a limit is too small."""

@@ -52,8 +52,6 @@ from offload.policy.actions import (
 )
 from offload.policy.link_model import D2H, H2D, Link
 
-__all__ = ["Simulation", "simulate"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:

@@ -17,8 +17,6 @@ from offload.saved.handles import Handle, Record
 from offload.transfer.block import DeviceBlock, Transfer, living
 from offload.transfer.coming import ComingReads
 
-__all__ = ["SavedChunk", "SavedGroup"]
-
 
 @dataclass(slots=True, eq=False)
 class SavedGroup:

@@ -16,8 +16,6 @@ from torch.nn.parameter import is_lazy
 from offload.saved.replayed import ReplayedMemory
 from offload.transfer.layout import WeakStorage
 
-__all__ = ["ExternalKind", "ExternalStorages"]
-
 
 class ExternalKind(Enum):
     PARAMETER = "parameter"  # never leaves, nor do its views and its autocast casts

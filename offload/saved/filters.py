@@ -20,8 +20,6 @@ from offload.device import Device
 from offload.saved.externals import ExternalKind, ExternalStorages
 from offload.saved.replayed import TREES
 
-__all__ = ["Verdict", "is_dtensor", "is_plain", "is_wrapper", "judge", "waited"]
-
 # views and casts between a parameter and what an op saves of it: weight.t() under autocast is T <- ToCopy <-
 # AccumulateGrad
 _SHAPING = (

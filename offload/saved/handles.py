@@ -17,8 +17,6 @@ from offload.ids import SlotId
 from offload.transfer.block import DeviceBlock
 from offload.transfer.layout import ViewLayout
 
-__all__ = ["Handle", "ModifiedError", "Passed", "Record", "counts_with", "modified"]
-
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Record:

@@ -31,22 +31,6 @@ from offload.saved.unread import is_read
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import Once, speaker
 
-__all__ = [
-    "InstalledScope",
-    "LoadedAtRead",
-    "PackObserver",
-    "SavedTensorHooks",
-    "Scope",
-    "WrapperHandle",
-    "admits_hooks",
-    "as_it_is",
-    "inside_checkpoint",
-    "pair_without_users",
-    "users_pair",
-    "wrapper_probe",
-]
-
-
 logger = speaker(__name__)
 
 _graph_task = torch._C._current_graph_task_id

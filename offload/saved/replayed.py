@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["TREES", "ReplayedMemory"]
-
 TREES = "torch._inductor.cudagraph_trees"
 """The module that records such graphs: until it is imported there are none."""
 _CONTAINERS = "tree_manager_containers"

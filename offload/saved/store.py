@@ -44,8 +44,6 @@ from offload.transfer.layout import (
     view_of,
 )
 
-__all__ = ["GATHER_BELOW", "KEPT_SHARE", "TensorStore"]
-
 KEPT_SHARE = 256
 """Part of a device limit, one in so many, that is at most counted too high for what stays."""
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_read"]
-
 _READ_FOR = {
     "AddmmBackward0": {"_raw_saved_mat2": 1, "_raw_saved_mat1": 2},
     "BaddbmmBackward0": {"_raw_saved_batch2": 1, "_raw_saved_batch1": 2},

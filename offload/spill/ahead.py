@@ -39,8 +39,6 @@ from offload.telemetry.speaker import Once, speaker
 from offload.transfer.block import DeviceBlock
 from offload.transfer.coming import ComingReads, Prefetcher
 
-__all__ = ["ForecastOrder"]
-
 logger = speaker(__name__)
 
 _FORWARDS_AHEAD = 16

@@ -21,8 +21,6 @@ from offload.errors import HostBudgetError, PoolError
 from offload.memory.arena import Block, HostArena
 from offload.memory.sub_pool import SubPool
 
-__all__ = ["CPUSpillBackend", "checked_classes"]
-
 MIB = 1 << 20
 
 

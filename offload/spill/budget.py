@@ -11,8 +11,6 @@ from typing import Protocol
 
 from offload.engine import OffloadEngine
 
-__all__ = ["ActivationBudgetManager", "DeviceMeter", "MemoryMeter", "ReadingsMeter", "meter_of"]
-
 
 class MemoryMeter(Protocol):
     """Allocated device memory, in bytes. Never blocks the host."""

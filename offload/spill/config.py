@@ -17,8 +17,6 @@ from offload.config import check_flags, check_index, load_fields, naming_near
 from offload.described import described
 from offload.spill.backend_cpu import checked_classes
 
-__all__ = ["MIB", "ActivationConfig", "Order"]
-
 MIB = 1 << 20
 
 Order = Literal["forecast", "reactive"]

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Curve", "CurveRecorder", "Curves", "Forecast"]
-
 _SHAPES = 16
 """Curves that are remembered of one forward of a step, the most recent first: batches of several sizes take
 turns."""

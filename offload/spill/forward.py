@@ -17,8 +17,6 @@ from offload.spill.curve import CurveRecorder, Forecast
 from offload.telemetry.records import ClientStats
 from offload.transfer.block import DeviceBlock
 
-__all__ = ["CLIENT", "Forward"]
-
 CLIENT = "watermark"
 
 _sequence_nr = torch._C._autograd._get_sequence_nr

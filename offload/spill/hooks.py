@@ -20,8 +20,6 @@ from offload.saved.hooks import InstalledScope
 from offload.spill.forward import Forward
 from offload.spill.scheduler import ActivationScheduler
 
-__all__ = ["ActivationHookContext", "ManagedForwards"]
-
 
 class ManagedForwards(Protocol):
     """Who begins and ends forwards."""

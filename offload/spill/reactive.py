@@ -14,8 +14,6 @@ from offload.spill.forward import Forward
 from offload.spill.scheduler import ActivationScheduler, Parts
 from offload.transfer.block import DeviceBlock
 
-__all__ = ["ReactiveOrder"]
-
 
 class ReactiveOrder(ActivationScheduler):
     """inline_finalize: a spill past the cap finalizes those in flight; without it, it is kept."""

@@ -15,8 +15,6 @@ from itertools import accumulate
 
 from offload.spill.forward import Forward
 
-__all__ = ["ReadOrder"]
-
 
 class ReadOrder:
     """Each forward has a place: 0 is read last. One that the step before did not have is read before all that

@@ -12,8 +12,6 @@ from offload.spill.budget import ActivationBudgetManager
 from offload.spill.transfer import ActivationTransfer
 from offload.transfer.block import BlockState, DeviceBlock
 
-__all__ = ["Readings"]
-
 _SHARE = 8
 """Part of the free bytes below the mark, one in so many, that may be saved before the next reading."""
 

@@ -21,8 +21,6 @@ from offload.saved.handles import Handle
 from offload.transfer.block import BlockState, DeviceBlock
 from offload.transfer.layout import ViewLayout
 
-__all__ = ["ActivationRecord", "ActivationRegistry", "ActivationState"]
-
 
 class ActivationState(Enum):
     """Where a saved tensor's bytes are. Each is a state of the engine's block."""

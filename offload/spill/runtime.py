@@ -57,8 +57,6 @@ from offload.telemetry.records import ClientStats, StepStats
 from offload.transfer.block import DeviceBlock
 from offload.transfer.limits import DEFAULT
 
-__all__ = ["ActivationRuntime"]
-
 _ENDS_OUTLIVED = 2  # of ends that somebody else has called, by what a graph still holds
 
 _MOST_FORWARDS = 256  # of a step; a loop that never calls `step_end` is noticed by it

@@ -22,8 +22,6 @@ from offload.spill.telemetry import ActivationStepMetrics, SpillDetails
 from offload.spill.transfer import ActivationTransfer
 from offload.transfer.block import BlockState, DeviceBlock, living
 
-__all__ = ["ActivationScheduler", "Parts"]
-
 _RESIDENT = BlockState.RESIDENT
 
 

@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from offload.described import described
 from offload.telemetry.lines import JsonLines
 
-__all__ = ["ActivationStepMetrics", "ActivationTelemetry", "SpillDetails"]
-
 
 @described
 @dataclass(slots=True, kw_only=True)

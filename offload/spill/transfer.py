@@ -19,8 +19,6 @@ from offload.memory.arena import HostLender
 from offload.spill.registry import ActivationRecord
 from offload.transfer.block import BlockState, DeviceBlock, Transfer
 
-__all__ = ["ActivationTransfer"]
-
 
 class ActivationTransfer:
     """Issues and finalizes spills. Callers hold the engine's lock.

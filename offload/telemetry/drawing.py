@@ -15,18 +15,6 @@ from typing import Any
 from offload.telemetry.timeline import MemorySample, Timeline
 from offload.telemetry.trace import microbatches
 
-__all__ = [
-    "KIND_COLORS",
-    "MEMORY_LINES",
-    "byte_unit",
-    "draw",
-    "group_colors",
-    "require_matplotlib",
-    "svg_of_lanes",
-    "svg_of_memory",
-    "time_unit",
-]
-
 _ROWS = {  # middle, height, label
     "chunk": (4.25, 0.5, "microbatch"),
     "compute": (3.5, 0.72, "compute"),

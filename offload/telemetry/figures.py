@@ -13,16 +13,6 @@ from typing import Any, Self, TypeVar
 
 from offload.telemetry.records import StepStats, Summed, level
 
-__all__ = [
-    "Figures",
-    "GroupFigures",
-    "KindFigures",
-    "Ledger",
-    "Stayed",
-    "figures_of",
-    "figures_without_offload",
-]
-
 V = TypeVar("V", bound=Summed)
 
 

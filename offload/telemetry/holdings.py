@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Holdings"]
-
 
 class Holdings:
     """on_device: whether a tensor's bytes are in the device's memory. Blocks the host: never; to find what

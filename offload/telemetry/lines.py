@@ -10,8 +10,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JsonLines", "can_be_written"]
-
 
 class JsonLines:
     """path: of the file, which need not be there yet; None writes none. off: how a user leaves it out. Raises

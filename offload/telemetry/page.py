@@ -26,8 +26,6 @@ from offload.telemetry.drawing import (
 )
 from offload.telemetry.timeline import Timeline
 
-__all__ = ["WORTH", "Page", "Table", "write_page"]
-
 WORTH = 0.02
 """Of a step: what stalls less is within what steps of one run differ by."""
 

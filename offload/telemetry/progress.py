@@ -10,8 +10,6 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-__all__ = ["progress"]
-
 _MOMENT_S = 1.0
 
 

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from operator import add
 from typing import Any, Self
 
-__all__ = ["KINDS", "ClientStats", "StepStats", "Summed", "TransferCounts", "level"]
-
 KINDS = {
     "groups": "activations",
     "watermark": "activations",

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Once", "speaker"]
-
 
 class _Speaker(logging.LoggerAdapter[logging.Logger]):
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:

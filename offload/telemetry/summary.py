@@ -14,8 +14,6 @@ from typing import TextIO
 import torch.distributed as dist
 from tabulate import tabulate
 
-__all__ = ["format_offload_summary_table", "print_offload_summary_table"]
-
 TITLE = "Activation Offload Summary (MB)"
 MB = 10**6  # bytes, here as wherever this project says MB or GB
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Kind", "MemorySample", "Span", "Timeline"]
-
 Kind = Literal["forward", "backward", "optimizer", "spill", "restore", "stall"]
 
 

@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from offload.telemetry.timeline import Span, Timeline
 
-__all__ = ["Trace", "microbatches"]
-
 _TRACKS = ("microbatches", "forward", "backward", "optimizer", "stalls", "to the host", "to the device")
 _TRACK_OF = {
     "forward": 1,

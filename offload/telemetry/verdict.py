@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from offload.sizes import bytes_text
 
-__all__ = ["saved_text", "stall_text"]
-
 
 def saved_text(held_bytes: int, without_bytes: int, moved_bytes: int) -> str:
     """held_bytes, without_bytes: saved tensors on the device at once, at most, and what they would be if none

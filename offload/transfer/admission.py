@@ -16,17 +16,6 @@ from offload.device import Event
 from offload.ids import Owner
 from offload.transfer.limits import Limits
 
-__all__ = [
-    "UNCOUNTED",
-    "Admission",
-    "CapsAdmission",
-    "DenialReason",
-    "Denied",
-    "Direction",
-    "Lease",
-    "Priority",
-]
-
 
 class Direction(Enum):
     __hash__ = object.__hash__  # members are compared by identity; Enum's own hash is a Python call

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from offload.memory.arena import Block
     from offload.transfer.graph import CapturedGraph
 
-__all__ = ["LEGAL_MOVES", "BlockState", "DeviceBlock", "Transfer", "living"]
-
 
 class BlockState(Enum):
     # members are compared by identity; Enum's own hash is a Python call, two of them a move

@@ -14,8 +14,6 @@ from offload.telemetry.speaker import Once, speaker
 from offload.transfer.block import DeviceBlock
 from offload.transfer.captures import CaptureSide
 
-__all__ = ["Buffers"]
-
 logger = speaker(__name__)
 
 

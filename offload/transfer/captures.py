@@ -52,8 +52,6 @@ from offload.transfer.in_flight import InFlight
 if TYPE_CHECKING:
     from offload.device import Graph
 
-__all__ = ["CaptureSide", "CapturedRegion"]
-
 logger = speaker(__name__)
 
 

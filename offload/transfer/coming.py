@@ -32,8 +32,6 @@ from offload.transfer.engine import TransferEngine
 if TYPE_CHECKING:
     from offload.disk.tier import DiskTier
 
-__all__ = ["ComingReads", "Prefetcher"]
-
 _SPILLED, _SPILLING = BlockState.SPILLED, BlockState.SPILLING
 
 

@@ -20,8 +20,6 @@ from offload.ids import Owner
 from offload.telemetry.records import ClientStats
 from offload.transfer.admission import UNCOUNTED, Admission, Denied, Direction, Lease, Priority
 
-__all__ = ["Copier", "OwnedCopies"]
-
 CopyWatcher = Callable[[Direction, Owner, int, Event, Event], None]
 """Called with the direction, the owner, the bytes, and timed events before and after the copies."""
 

@@ -73,8 +73,6 @@ from offload.transfer.copier import Copier
 from offload.transfer.layout import ALLOCATED_AT, PLACES, bytes_of
 from offload.transfer.limits import Limits
 
-__all__ = ["TransferEngine"]
-
 _RESIDENT, _SPILLED = BlockState.RESIDENT, BlockState.SPILLED
 
 

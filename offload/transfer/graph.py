@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from offload.device import Event, Lane
     from offload.memory.arena import Block
 
-__all__ = ["CapturedGraph"]
-
 
 @dataclass(slots=True, eq=False)
 class CapturedGraph:

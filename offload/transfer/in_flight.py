@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from offload.disk.tier import DiskTier
     from offload.transfer.graph import CapturedGraph
 
-__all__ = ["InFlight"]
-
 
 class Owner(Protocol):
     """Who counts the bytes of its blocks that are on the host alone, until they come back or are freed."""

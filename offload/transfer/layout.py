@@ -14,21 +14,6 @@ import torch
 
 from offload.device.sanitizer import sanitizing
 
-__all__ = [
-    "ALLOCATED_AT",
-    "PLACES",
-    "Layouts",
-    "ViewLayout",
-    "WeakStorage",
-    "bytes_of",
-    "empty_at",
-    "is_dense",
-    "overlaps_itself",
-    "place_of",
-    "span_of",
-    "view_of",
-]
-
 ALIGNMENT = 16
 """Bytes; the largest item size of a torch dtype. Spans start on it, so that any view over a copied span stays
 aligned."""

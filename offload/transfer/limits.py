@@ -57,8 +57,6 @@ from typing import Literal, NamedTuple, Protocol, get_args
 from offload.config import OffloadConfig
 from offload.transfer.block import DeviceBlock
 
-__all__ = ["CONFIG", "DEFAULT", "DEFAULT_IN_FLIGHT_BYTES", "PLAN", "Cap", "Contributor", "Limits", "Watcher"]
-
 DEFAULT_IN_FLIGHT_BYTES = 1 << 30
 """20 ms of a 55 GB/s link, so one burst of a transformer layer leaves without compute waiting."""
 

@@ -10,8 +10,6 @@ from offload.memory.arena import HostArena
 from offload.policy.actions import Rates
 from offload.transfer.copier import Copier
 
-__all__ = ["LINK_TEST_BYTES", "measure_rates"]
-
 _COPIES = 6  # after one to warm up; 64 MiB each: 7 ms a direction at 55 GB/s
 _COPY_BYTES = 64 << 20
 _MEASUREMENTS = 3

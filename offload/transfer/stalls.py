@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from offload.device import Device, Event, Lane
 
-__all__ = ["Stall", "Stalls", "all_passed", "total_ms"]
-
 
 @dataclass(slots=True, eq=False)
 class Stall:

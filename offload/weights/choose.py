@@ -19,8 +19,6 @@ from offload.transfer.layout import is_dense
 from offload.weights.watched import StreamedWeight
 from offload.weights.weight import Weight
 
-__all__ = ["LEAST_NUMEL", "Choice", "choose", "choose_gradients", "quantize"]
-
 LEAST_NUMEL = 1 << 20
 """Elements: a smaller parameter of a block is resident. Norms and biases are many copies and few bytes."""
 

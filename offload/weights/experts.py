@@ -45,8 +45,6 @@ from offload.weights.watched import watch
 from offload.weights.weight import BlockWeights, Weight, in_backward
 from offload.weights.window import Streamed, Window
 
-__all__ = ["ExpertWeight", "Experts"]
-
 _plainly = torch._C.DisableTorchFunctionSubclass
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from offload.sizes import bytes_text
 
-__all__ = ["GradientFigures", "WeightFigures"]
-
 
 @dataclass(slots=True, kw_only=True)
 class GradientFigures:

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from offload.errors import WeightFileError
 
-__all__ = ["Stored", "TensorSource", "stored_tensors"]
-
 
 class TensorSource(Protocol):
     """Tensors by name, such as an open safetensors file."""

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from offload.params.watched import accessors, methods
 
-__all__ = ["form_of"]
-
 _SWAPS = methods("transpose swapaxes swapdims")
 _MATRIX_T = accessors("mT", "__get__")
 

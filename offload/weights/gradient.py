@@ -17,8 +17,6 @@ from offload.device import Device, Lane
 from offload.transfer.layout import is_dense
 from offload.weights.weight import BlockWeights, Holder, Weight, nobody
 
-__all__ = ["Gradient", "GradientHolder", "is_whole", "may_leave"]
-
 
 class Gradient(Weight):
     """Of the parameter that a module has by a name, its owner. It comes and goes alone, so its block has one

@@ -67,8 +67,6 @@ from offload.weights.saves import CopiedSave, open_saves
 from offload.weights.watched import StreamedGradient, make_plain, orphan, watch
 from offload.weights.weight import BlockWeights, Weight, in_backward, nobody
 
-__all__ = ["GradientStream", "window_bytes"]
-
 logger = speaker(__name__)
 
 _PIECES = 6

@@ -17,8 +17,6 @@ from torch import nn
 from offload.errors import OffloadError
 from offload.weights.weight import BlockHolder, BlockWeights, Close, Weight, nobody
 
-__all__ = ["BlockCalls", "HostState", "refuse_recorded_graphs", "refuse_without_values"]
-
 _COMPILED, _IN_DYNAMO = ("compile_wrapper", "_fn"), os.path.join("_dynamo", "eval_frame.py")
 """Frames in which torch runs what was compiled: of the block, or of anything around it."""
 

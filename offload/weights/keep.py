@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Plan", "Size", "best_plans", "first_plan", "least_window", "play"]
-
 _WINDOWS = 4
 """Windows that are compared: of two blocks, and of one, two and three more."""
 

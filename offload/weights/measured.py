@@ -20,8 +20,6 @@ from offload.transfer.copier import Copier
 from offload.weights.keep import Size
 from offload.weights.order import Pass, Use
 
-__all__ = ["Measured", "MeasuredStep"]
-
 _FIRST = 2
 """Steps before: in the first the order is learned, in the second what comes after the first one's end."""
 

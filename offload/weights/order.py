@@ -19,9 +19,6 @@ from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = ["Order", "Pass", "Use"]
-
-
 _LONGEST = 1 << 14
 """Uses: a step of more, such as a generation that no step ends, is not known by its places."""
 

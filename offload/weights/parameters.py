@@ -30,8 +30,6 @@ from offload.weights.saves import pack
 from offload.weights.watched import make_plain, orphan, watch
 from offload.weights.weight import BlockWeights, Weight, give_memory, nobody, written
 
-__all__ = ["Parameters", "close_behind"]
-
 _WORTH_A_RELEASE = 20
 """A release of cached device memory has to be of a twentieth of what is reserved."""
 

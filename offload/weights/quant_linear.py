@@ -19,8 +19,6 @@ from torch.nn import functional as F
 from offload.device.rows import expand_rows, quantize_rows
 from offload.errors import OffloadError
 
-__all__ = ["QuantLinear", "QuantLinearLoRA"]
-
 
 class QuantLinear(nn.Module):
     """A frozen linear layer in INT8, of a floating-point one.

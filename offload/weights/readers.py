@@ -20,8 +20,6 @@ import torch
 
 from offload.weights.weight import in_backward
 
-__all__ = ["PATIENCE_S", "Places", "Readers"]
-
 PATIENCE_S = 0.05
 """Longer than the host's part of an operator on a GPU. What stands longer waits for something else, such as
 the next entry of a queue, and is not waited for again until it has been seen once more."""

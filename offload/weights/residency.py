@@ -79,8 +79,6 @@ from offload.weights.order import Order
 from offload.weights.readers import Readers
 from offload.weights.weight import BlockWeights, Weight
 
-__all__ = ["Policy", "Residency"]
-
 logger = speaker(__name__)
 
 

@@ -18,8 +18,6 @@ from offload.saved.hooks import SavedTensorHooks, admits_hooks, inside_checkpoin
 from offload.saved.unread import is_read
 from offload.weights.weight import Close, Weight, nobody
 
-__all__ = ["CopiedSave", "open_saves", "pack"]
-
 
 class _TakesNothing:
     """A scope under which saves stay as they are, but for those of streamed weights."""

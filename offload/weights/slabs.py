@@ -24,8 +24,6 @@ from offload.device.rows import expand_rows
 from offload.errors import SlabError, SlabSignatureError, SlabTensorError, SlabVersionError
 from offload.weights.weight import Weight
 
-__all__ = ["Slab", "plain_name", "signature", "write_slab"]
-
 AnyPath = str | PathLike[str]
 _SLAB = {"quant_version": "squareq_bp8_v2", "kernel_abi_version": 1}
 _LAYER = {"quant_bits": 8, "quant_scheme": "per_row_symmetric", "quant_axis": 0}

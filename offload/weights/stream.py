@@ -43,8 +43,6 @@ from offload.weights.saves import open_saves
 from offload.weights.watched import make_plain, watch
 from offload.weights.weight import BlockWeights, Close, Weight, in_backward, nobody, written
 
-__all__ = ["WeightStream"]
-
 logger = speaker(__name__)
 
 _outside_transforms = temporarily_clear_interpreter_stack

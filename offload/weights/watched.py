@@ -36,18 +36,6 @@ from offload.weights.forms import form_of
 from offload.weights.gradient import GradientHolder
 from offload.weights.weight import Holder, Weight, in_backward, nobody, written
 
-__all__ = [
-    "StreamedGradient",
-    "StreamedWeight",
-    "away_of",
-    "holder_of",
-    "make_plain",
-    "on_host",
-    "orphan",
-    "owner_of",
-    "watch",
-]
-
 _SET_DATA = accessors("data", "__set__")
 _MAKE_ALIAS = accessors("data", "__get__") | methods("detach view_as")
 _AS_ARRAY = methods("numpy __array__")

@@ -31,18 +31,6 @@ from offload.params.home import HOME, Claim, Stepper, is_alone, use_count
 from offload.params.watched import Watched, untouched, watched_in
 from offload.transfer.layout import bytes_of
 
-__all__ = [
-    "BlockHolder",
-    "BlockWeights",
-    "Close",
-    "Holder",
-    "Weight",
-    "give_memory",
-    "in_backward",
-    "nobody",
-    "written",
-]
-
 Close = Callable[[], object]
 """Ends what a forward has opened."""
 

@@ -60,8 +60,6 @@ from offload.weights.order import Order, Pass, Use
 from offload.weights.residency import Residency
 from offload.weights.weight import BlockWeights
 
-__all__ = ["Streamed", "Window"]
-
 _SLOTS = 16
 _OF_ROOM = 2
 """The slots have half of the bytes. The link fills them while a layer's attention computes and the host waits

@@ -20,8 +20,6 @@ from .rank_step import MODES, Mode, RankPlan, RankStep, StepPlay
 from .simulate import Played, RankTimes, play_pipeline
 from .together import play_together, sends_of
 
-__all__ = ["DryRun", "HostNeed", "ModeNeed", "PositionNeed", "dry_run"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositionNeed:

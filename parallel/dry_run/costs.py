@@ -19,8 +19,6 @@ from offload.policy.menu import Level, Menu, convex
 from .rates import Gpu
 from .trace import Call, Halves, Trace
 
-__all__ = ["Piece", "piece_of", "seconds_of"]
-
 CHECKPOINT_HOST, SELECTIVE_HOST = 0.91, 0.91 * 4.9 / 1.9
 """What a checkpointed block, and one under dispatch modes, takes the host more than a plain forward and
 backward, in units of these: W5 took 881 ms with every block checkpointed and 461 without, and a forward and

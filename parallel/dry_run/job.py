@@ -21,8 +21,6 @@ from .reference import Cut, Embedding, Head, Layer
 from .simulate import Messages
 from .trace import trace, trace_halves
 
-__all__ = ["Held", "Job", "Stage", "held_by", "stages_of_job"]
-
 WEIGHT_BYTES = 2
 """bfloat16."""
 

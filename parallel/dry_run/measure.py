@@ -19,8 +19,6 @@ from offload.policy.actions import Rates
 
 from .rates import Gpu
 
-__all__ = ["Sizes", "measured"]
-
 _REPEATS = 5
 _LINK_BYTES = 256 << 20
 """Pinned to measure the link with: two blocks of 64 MiB, and room around them."""

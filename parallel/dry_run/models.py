@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-__all__ = ["KNOWN", "Latent", "ModelShape", "known_model", "model_from_config"]
-
 LayerKind = Literal["dense", "moe"]
 
 

@@ -13,8 +13,6 @@ from offload.policy.mixture import choose_keeps, choose_mixture
 from .job import Job
 from .rank_step import Mode, RankPlan, RankStep
 
-__all__ = ["LAST_LEVEL", "MOVING", "plan_rank"]
-
 MOVING: frozenset[Mode] = frozenset({"selective", "groups", "auto"})
 """Modes in which bytes leave."""
 LAST_LEVEL = 1 << 16

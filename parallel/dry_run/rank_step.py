@@ -27,8 +27,6 @@ from offload.policy.simulate import Simulation, simulate
 from .costs import Piece
 from .job import Stage
 
-__all__ = ["MODES", "Mode", "RankPlan", "RankStep", "StepPlay"]
-
 Mode = Literal["off", "checkpoint", "selective", "groups", "auto"]
 MODES: dict[Mode, str] = {
     "off": "every saved tensor stays",

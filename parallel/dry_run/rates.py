@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 
 from offload.policy.actions import Rates
 
-__all__ = ["GPUS", "Gpu", "gpu_named"]
-
 _TERA = 1e12
 _GIGA = 1e9
 

@@ -25,8 +25,6 @@ from torch.nn import functional
 
 from .models import LayerKind, ModelShape
 
-__all__ = ["EP_GROUP", "TP_GROUP", "Cut", "Embedding", "Head", "Layer"]
-
 TP_GROUP, EP_GROUP = "tp", "ep"
 """Names of the process groups in the collectives' arguments."""
 

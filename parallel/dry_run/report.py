@@ -11,8 +11,6 @@ from offload.policy.actions import Rates
 from .answer import DryRun, PositionNeed
 from .rank_step import Mode
 
-__all__ = ["Answers", "as_json", "lines"]
-
 GB = 1e9
 _COLUMNS = (
     "rank", "layers", "weights", "grads", "optim", "saved", "warmup", "steady", "cooldown", "peak", "compute",

@@ -23,8 +23,6 @@ from typing import Literal, NamedTuple
 
 from offload.policy.actions import Action, ChunkKey
 
-__all__ = ["Message", "Messages", "Played", "RankTimes", "play_pipeline"]
-
 
 class Message(NamedTuple):
     """What stage `stage` makes in its forward ("F") or backward ("B") of a microbatch, for another rank; the

@@ -17,8 +17,6 @@ from .job import Job
 from .rank_step import RankPlan, RankStep, StepPlay
 from .simulate import RankTimes, play_pipeline
 
-__all__ = ["Planned", "Together", "play_together", "sends_of"]
-
 _ROUNDS = 4
 """Rounds of waits and stalls in turn, at most."""
 _SHARINGS = 2

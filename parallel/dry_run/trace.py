@@ -24,8 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["Call", "Halves", "Trace", "trace", "trace_halves"]
-
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 _GRANULE = 512

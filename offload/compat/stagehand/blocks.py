@@ -27,8 +27,6 @@ from offload.modules.blocks import find_blocks, flat, without_nested
 from offload.modules.weights import chosen_weights
 from offload.weights.choose import Choice
 
-__all__ = ["MOVES", "BlockEntry", "BlockRegistry", "BlockState", "ResidencyEntry", "ResidencyMap"]
-
 
 class BlockState(Enum):
     UNLOADED = "unloaded"

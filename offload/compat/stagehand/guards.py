@@ -16,8 +16,6 @@ from offload.compat.stagehand.config import StagehandConfig
 from offload.errors import DtypeMismatchError
 from offload.telemetry.speaker import Once, speaker
 
-__all__ = ["NumericGuard"]
-
 logger = speaker(__name__)
 
 

@@ -19,8 +19,6 @@ from offload.device import device_bytes
 from offload.sizes import argument_bytes
 from offload.weights.weight import BlockWeights
 
-__all__ = ["LayerRuntime", "layer"]
-
 _HIGH, _LOW = 0.8, 0.6
 _SLABS_BESIDE = 4
 

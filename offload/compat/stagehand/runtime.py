@@ -59,8 +59,6 @@ from offload.weights.hooks import BlockCalls
 from offload.weights.stream import WeightStream
 from offload.weights.weight import BlockWeights, Close, Weight
 
-__all__ = ["BlockSource", "InMemorySource", "ResidentPriority", "StagehandRuntime"]
-
 logger = speaker(__name__)
 
 

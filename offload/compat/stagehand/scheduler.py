@@ -24,8 +24,6 @@ from offload.weights.order import Pass
 from offload.weights.stream import WeightStream
 from offload.weights.weight import BlockWeights
 
-__all__ = ["BudgetManager", "StagehandScheduler", "StaticLookaheadPolicy", "TransferKnobs"]
-
 logger = speaker(__name__)
 
 

@@ -15,8 +15,6 @@ from offload.device import Device, Event
 from offload.telemetry.lines import JsonLines
 from offload.telemetry.speaker import speaker
 
-__all__ = ["StagehandTelemetry", "StepMetrics"]
-
 logger = speaker(__name__)
 
 _ROLLING_STEPS = 100
