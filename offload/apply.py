@@ -68,7 +68,7 @@ from offload.modules.weights import (
     waiting_gradients,
     weights_limit,
 )
-from offload.optim.convert import MoveBack, check_optimizer, move_state_to_host
+from offload.optim.convert import MoveBack, check_optimizer, check_stepped, move_state_to_host
 from offload.planner.explained import Explanation
 from offload.report import Report, ReportStart
 from offload.sizes import argument_bytes, bytes_text
@@ -458,7 +458,7 @@ def apply(
         raise ValueError(f"device={device!r} without weights=: a model trains where it is; use model.to()")
     check_gradients(gradients)
     if optimizer is not None:
-        check_optimizer(optimizer, model)
+        check_stepped(optimizer, model)
     if mode is False:
         if not by_hand and conductor:
             raise ValueError(
@@ -531,6 +531,8 @@ def apply(
             choice, slab, limit_bytes, wait = *placed[:3], [*placed.waiting]
     moves_state = optimizer is not None and (total_bytes is None if placed is None else placed.moves_state)
     moved = optimizer if moves_state else None
+    if moved is not None:
+        check_optimizer(moved)
     parts = parts_of(model, where, choice, limit_bytes, wait, moved, limited.device_limit_bytes)
     refuse_beyond_host(parts, engine, limited.host_limit_bytes)
     if conducted is not None and (where.type == "cuda" or conductor is not True):  # else nobody gave the cap

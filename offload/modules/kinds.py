@@ -32,7 +32,7 @@ from offload.modules.splits import Loads, Split, all_of, device_bytes, first_spl
 from offload.modules.totals import refuse_beyond_device, size_of, sizes_of
 from offload.modules.weights import chosen_weights, waiting_gradients
 from offload.optim.classes import is_fused_adam
-from offload.optim.convert import MoveBack, host_and_device_bytes, move_state_to_host
+from offload.optim.convert import MoveBack, check_optimizer, host_and_device_bytes, move_state_to_host
 from offload.params.view import local_of
 from offload.planner.explained import KindShare
 from offload.sizes import bytes_text
@@ -137,7 +137,8 @@ def place(
             choice, loads = int8, _loads(model, where, int8, able, optimizer, moves=moves)
             split = first_split(loads, total_bytes)
     if device_bytes(loads, least_of(loads)) > total_bytes:
-        _refuse(loads, total_bytes, quantize)
+        could_move = optimizer is not None and not moves and is_fused_adam(type(optimizer))
+        _refuse(loads, total_bytes, quantize, could_move=could_move)
     if is_by_hand:
         fixed = limit_bytes or loads.least_weights
         loads = loads._replace(weights=0, least_weights=0, trained_weights=0, resident=loads.resident + fixed)
@@ -173,6 +174,10 @@ def _chosen(
 def _is_streamable(optimizer: Optimizer) -> bool:
     """Whether its state may come and go with the optimizer's own kernel: torch's Adam or AdamW, fused."""
     groups = optimizer.param_groups
+    try:
+        check_optimizer(optimizer)
+    except ValueError:
+        return False
     return is_fused_adam(type(optimizer)) and all(
         group.get("fused") and not (group.get("capturable") or group.get("differentiable"))
         for group in groups
@@ -214,7 +219,7 @@ def _loads(
     )
 
 
-def _refuse(loads: Loads, total_bytes: int, quantize: str | None) -> None:
+def _refuse(loads: Loads, total_bytes: int, quantize: str | None, *, could_move: bool) -> None:
     parts = {
         "resident weights, gradients and state": loads.resident,
         "a window of weights": loads.least_weights,
@@ -222,6 +227,7 @@ def _refuse(loads: Loads, total_bytes: int, quantize: str | None) -> None:
         "a ring of optimizer state": loads.ring,
     }
     ways = [] if quantize else ['quantize="auto", which lets frozen weights be INT8']
+    ways += ["fused=True for the optimizer, with which its state may wait on the host"] * could_move
     refuse_beyond_device([*parts.items()], total_bytes, "device_total", ways)
 
 

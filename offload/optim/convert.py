@@ -39,8 +39,8 @@ def _is_ours(optimizer: object) -> bool:
     return isinstance(optimizer, (HybridDeviceOptimizer, FSDPGPUOptimizerWrapper))
 
 
-def check_optimizer(optimizer: object, model: nn.Module) -> None:
-    """Raises ValueError for what `move_state_to_host` cannot take, or what steps nothing of the model."""
+def check_stepped(optimizer: object, model: nn.Module) -> None:
+    """Raises ValueError for what is no optimizer, or steps nothing of the model."""
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"optimizer is a {type(optimizer).__name__}, must be an optimizer of torch.optim, or an "
@@ -53,6 +53,12 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
             f"optimizer= is a {cls.__name__} of {len(stepped)} parameters, none of which is "
             f"{type(model).__name__}'s; build it with the parameters of the model that apply() gets"
         )
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raises ValueError for what `move_state_to_host` cannot take."""
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    cls = type(optimizer)
     if _is_ours(optimizer):
         return
     if not steps_each_alone(cls):

@@ -207,6 +207,11 @@ def test_state_stays_where_its_kernel_would_be_another_one(allocated: Callable[.
     assert type(optimizer) is torch.optim.AdamW
     assert handle.gradients is not None, "they leave instead"
     handle.remove()
+    with pytest.raises(ValueError, match=r"resident weights, gradients and state .* or fused=True for the"):
+        offload.apply(run.model, "auto", min_numel=1, device_total="50000B", optimizer=optimizer)
+    of_all = torch.optim.LBFGS(run.model.parameters())
+    with offload.apply(run.model, "auto", min_numel=1, device_total="50000B", optimizer=of_all):
+        assert type(of_all) is torch.optim.LBFGS, "weights and gradients leave"
 
 
 def test_frozen_weights_are_int8_where_they_have_to_leave_and_that_is_allowed(
