@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from inspect import signature
 from typing import Any, Self
@@ -92,7 +92,18 @@ class Compared:
     @property
     def text(self) -> str:
         """The arguments as they are written."""
-        return ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
+        return ", ".join(
+            f"{name}={'optimizer' if isinstance(value, Optimizer) else repr(value)}"
+            for name, value in self.arguments.items()
+        )
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The arguments as values for JSON: an optimizer is its class's name."""
+        return {
+            name: type(value).__name__ if isinstance(value, Optimizer) else value
+            for name, value in self.arguments.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -107,14 +118,20 @@ class Comparison:
     @property
     def best(self) -> dict[str, Any]:
         """The arguments of the fastest that fits. Raises ValueError where none does."""
+        return dict(self.best_row.arguments)
+
+    @property
+    def best_row(self) -> Compared:
+        """As `best`."""
         able = [row for row in self.rows if not row.why_not]
         if not able:
             raise ValueError(f"no mode can be taken:\n{self}")
-        return dict(min(able, key=lambda row: row.step_ms).arguments)
+        return min(able, key=lambda row: row.step_ms)
 
     def as_dict(self) -> dict[str, Any]:
         """By name, as plain values for JSON."""
-        return {"rows": [asdict(row) for row in self.rows], "within_bytes": self.within_bytes}
+        rows = [vars(row) | {"arguments": row.named} for row in self.rows]
+        return {"rows": rows, "within_bytes": self.within_bytes}
 
     def __str__(self) -> str:
         base = next((row.step_ms for row in self.rows if row.arguments == _NOTHING and row.step_ms), 0.0)
@@ -156,8 +173,9 @@ def compare(
     within: most active bytes on the device, weights and all, as bytes, text such as "24GB" or a share of the
         GPU. Mode "auto" plans for it.
     modes: names of modes, or arguments of `apply` as dictionaries, such as {"mode": "groups", "device_limit":
-        "8GB"}. None: "off", "checkpoint", "hidden_states", "selective", "groups", "auto", and
-        "hidden_states" with weights on the host.
+        "8GB"}. None: "off", "checkpoint", "hidden_states", "selective", "groups", "auto", "auto" for all
+        kinds where one optimizer steps the model (else name it, as {"mode": "auto", "optimizer":
+        optimizer}), and "hidden_states" with weights on the host.
     stateful: what else a step changes and has state_dict() and load_state_dict(): schedulers, a GradScaler.
     budget_s: seconds for all of them. Each takes 2 to 12 steps; one that was begun takes 2.
 
@@ -197,7 +215,7 @@ def _compared(
         raise ValueError(f"modes is {modes!r}, must be a list of modes, as in modes=[{modes!r}]")
     given = [
         dict(each) if isinstance(each, Mapping) else {"mode": check_mode("a mode of modes=", each)}
-        for each in (_modes(within_bytes) if modes is None else modes)
+        for each in (_modes(within_bytes, _one_optimizer(model)) if modes is None else modes)
     ]
     unknown = {name for arguments in given for name in arguments} - signature(apply).parameters.keys()
     if unknown:
@@ -226,11 +244,11 @@ def _compared(
                     )
             finally:
                 _clear(engine, config, put_back)
-            row = _agreed(row, ranks.tell(vars(row)))
+            row = _agreed(row, ranks.tell(vars(row) | {"arguments": None}))
             over = within_bytes is not None and row.peak_bytes > within_bytes
             if over and not row.why_not:
                 row = replace(row, why_not=f"its peak is above {bytes_text(within_bytes or 0)}")
-            elif within_bytes is not None and is_simulated and arguments == _NOTHING:
+            elif within_bytes is not None and is_simulated and arguments == _NOTHING and not row.peak_bytes:
                 row = replace(row, why_not="without a GPU its peak is not known")
             rows.append(row)
     link = "on the simulated device: times say nothing of a GPU, and a peak is of saved tensors alone"
@@ -241,13 +259,21 @@ def _versions_of(model: nn.Module) -> list[int]:
     return [each._version for each in model.parameters() if not each.is_inference()]
 
 
-def _modes(within_bytes: int | None) -> list[dict[str, Any]]:
+def _one_optimizer(model: nn.Module) -> Optimizer | None:
+    """The only one that steps the model's parameters; None where several do, none does yet, or it places its
+    state itself."""
+    found = _optimizers_of({*model.parameters()})
+    return found[0] if len(found) == 1 and not isinstance(found[0], HybridDeviceOptimizer) else None
+
+
+def _modes(within_bytes: int | None, optimizer: Optimizer | None) -> list[dict[str, Any]]:
     total = {} if within_bytes is None else {"device_total": within_bytes}
     names = ("checkpoint", "hidden_states", "selective", "groups")
     return [
         dict(_NOTHING),
         *({"mode": name} for name in names),
         {"mode": "auto", **total},
+        *([] if optimizer is None else [{"mode": "auto", "optimizer": optimizer, **total}]),
         {"mode": "hidden_states", "weights": "host"},
     ]
 
@@ -279,6 +305,10 @@ def _tried(
             why_not, more = max(why for why, _ in found), all(each for _, each in found)
         if why_not:
             return Compared(arguments=arguments, why_not=why_not)
+        if handle is None and not any(peaks):  # no allocator: counted as the other modes' are
+            with suppress(ValueError):  # no blocks are found
+                handle = apply(model, "groups", device_limit=1 << 60, min_numel=1)
+                _take(step, [], peaks, saved=True)
         figures = {} if handle is None else handle.report().last_step
         weights = None if handle is None else handle.weights
         return Compared(
@@ -473,13 +503,10 @@ class _Optimizers:
         self._kept: dict[int, _OptimizerState | _HybridState] = {}
         self._parameters = set(parameters)
         self._besides: list[_Tensors] = []  # parameters that are not the model's
-        found = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
-        found.sort(key=lambda each: not issubclass(type(each), HybridDeviceOptimizer))  # before those inside
         self._hybrids: list[HybridDeviceOptimizer] = []
-        for optimizer in found:
-            with suppress(OffloadError, AttributeError):  # closed, failed, or never built: it steps no more
-                if not self._parameters.isdisjoint(_parameters_of(optimizer)):
-                    self.see(optimizer)
+        for optimizer in _optimizers_of(self._parameters):
+            with suppress(OffloadError, AttributeError):  # closed or failed: it steps no more
+                self.see(optimizer)
         self.stepped = False
         self._seeing = register_optimizer_step_pre_hook(self._before_step)
 
@@ -505,6 +532,18 @@ class _Optimizers:
 
     def close(self) -> None:
         self._seeing.remove()
+
+
+def _optimizers_of(parameters: Collection[Tensor]) -> list[Optimizer]:
+    """Those that step some of these, hybrid ones before those inside."""
+    every = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+    every.sort(key=lambda each: not issubclass(type(each), HybridDeviceOptimizer))
+    found = []
+    for optimizer in every:
+        with suppress(OffloadError, AttributeError):  # closed, failed, or never built: it steps no more
+            if not {*parameters}.isdisjoint(_parameters_of(optimizer)):
+                found.append(optimizer)
+    return found
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -19,6 +19,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ from .dry_run.job import Job, stages_of_job
 from .dry_run.measure import measured
 from .dry_run.models import KNOWN, ModelShape, known_model, model_from_config
 from .dry_run.rank_step import MODES
-from .dry_run.rates import GPUS, Gpu, gpu_named
+from .dry_run.rates import GPUS, Gpu, gpu_named, gpu_of_doctor
 from .dry_run.reference import Cut
 from .orders import has_one_line, messages_of, orders_of
 from .schedules import SCHEDULES
@@ -67,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", required=True, help=f"{', '.join(KNOWN)}, or a transformers config.json, or its folder")
-    add("--gpu", default="h200", help=f"{', '.join(GPUS)} (%(default)s)")
+    add(
+        "--gpu", default="h200", help=f"{', '.join(GPUS)}, or a file of offload doctor --json (%(default)s)"
+    )
     add("--gpu-gb", type=float, help="memory of another GPU; what is not given is --gpu's")
     add(
         "--gpu-tflops", type=float, help="what it reaches in bfloat16 products: about 0.7 of the data sheet's"
@@ -151,7 +154,8 @@ def _job(given: argparse.Namespace) -> Job:
 
 
 def _gpu(given: argparse.Namespace) -> Gpu:
-    found = gpu_named(given.gpu)
+    is_file = given.gpu.endswith(".json")
+    found = gpu_of_doctor(_read(Path(given.gpu)), given.gpu) if is_file else gpu_named(given.gpu)
     if given.measure:
         if not torch.cuda.is_available():
             raise ValueError("--measure needs a GPU here; without one give --gpu")
@@ -178,13 +182,17 @@ def _model(name: str) -> ModelShape:
         path /= "config.json"
     if path.suffix != ".json":
         return known_model(name)
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+    config = _read(path)
     if not isinstance(config, dict):
         raise ValueError(f"{path} has a {type(config).__name__}; a model's config is an object of names")
     return model_from_config(config, path.resolve().parent.name)
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
 
 
 def _bytes(gigabytes: float | None) -> int | None:

@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     can = any(not row.why_not for row in table.rows)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         if given.json:
-            more = {"best": table.best if can else None, "simulated": bool(table.link)}
+            more = {"best": table.best_row.named if can else None, "simulated": bool(table.link)}
             print(json.dumps(table.as_dict() | more, indent=1))
         else:
             print(table)
@@ -73,9 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _last_line(table: Comparison) -> str:
     if table.link:
         return "no GPU: a row without a reason works; which is fastest only a GPU shows"
-    return (
-        f"take offload.apply(model, {', '.join(f'{name}={value!r}' for name, value in table.best.items())})"
-    )
+    return f"take offload.apply(model, {table.best_row.text})"
 
 
 def _parser() -> argparse.ArgumentParser:

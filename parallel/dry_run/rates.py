@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from offload.policy.actions import Rates
 
@@ -148,6 +149,72 @@ GPUS: dict[str, Gpu] = {
         ),
     )
 }
+
+
+def _published(
+    name: str, memory_gb: float, tflops: float, memory_tb_s: float, link_gb_s: float, peer_gb_s: float
+) -> Gpu:
+    """A card that nobody measured here, from its data sheet: memory, dense bfloat16 products, the memory's
+    rate, and one way of its link to the host and to a GPU beside it. It has an H100's share of these."""
+    like, faster = GPUS["h100"], tflops / 989
+    one_way = 0.87 * link_gb_s
+    return replace(
+        like,
+        name=name,
+        memory_bytes=int(0.985 * memory_gb * _GIGA),
+        matmul_flops=like.matmul_flops * faster,
+        attention_flops=like.attention_flops * faster,
+        attention_backward_flops=like.attention_backward_flops * faster,
+        memory_rate=like.memory_rate * memory_tb_s / 3.35,
+        links={1: _link(one_way, one_way, 1.62 * one_way)},
+        peer_rate=0.8 * peer_gb_s * _GIGA,
+        send_rate=min(like.send_rate, 0.8 * peer_gb_s * _GIGA),
+        optimizer_rate=like.optimizer_rate * memory_tb_s / 3.35,
+        assumed=(
+            f"all rates of the {name}: {tflops:g} TFLOP/s, {memory_tb_s:g} TB/s, {link_gb_s:g} GB/s to the "
+            f"host and {peer_gb_s:g} to its neighbour are published, and the shares of them that an H100 "
+            "reaches; none was measured",
+        ),
+        sources=dict.fromkeys(like.sources, "its data sheet, times what an H100 reaches of its own"),
+    )
+
+
+GPUS |= {
+    gpu.name: gpu
+    for gpu in (
+        # a card without NVLink has its PCIe link to the GPU beside it
+        _published("4090", 24, 165, 1.008, 31.5, 31.5),
+        _published("5090", 32, 210, 1.792, 63, 63),
+        _published("a100", 80, 312, 2.039, 31.5, 300),
+        _published("l40s", 48, 362, 0.864, 31.5, 31.5),
+        _published("b200", 180, 2250, 8.0, 63, 900),
+        # two of its GPUs share the 450 GB/s of one Grace
+        _published("gb200", 186, 2500, 8.0, 225, 900),
+    )
+}
+
+
+def gpu_of_doctor(answer: Any, path: str) -> Gpu:
+    """The card that `offload doctor --json` has seen first, with the memory and links that it measured; what
+    it computes is as the table has that card. Raises ValueError where it has no link, or the table no such
+    card."""
+    lines = answer.get("lines", ()) if isinstance(answer, dict) else ()
+    seen = next((line["values"] for line in lines if "d2h_bytes_per_s" in line["values"]), {})
+    model = str(seen.get("model", ""))
+    # the longest: GB200 has B200 in it
+    name = max((name for name in GPUS if name in model.lower().replace(" ", "")), key=len, default="")
+    if not name:
+        raise ValueError(
+            f"{path}: {f'the table has no {model}' if model else 'no link was measured'}; known are "
+            f"{', '.join(GPUS)}, and --gpu-gb, --gpu-tflops and --link-gbs describe another one"
+        )
+    ways = (seen[way] / _GIGA for way in ("d2h_bytes_per_s", "h2d_bytes_per_s", "both_bytes_per_s"))
+    return replace(
+        GPUS[name],
+        memory_bytes=int(seen["memory_bytes"]),
+        links={1: _link(*ways)},
+        assumed=(*GPUS[name].assumed, f"but for its memory and link to the host, which {path} has"),
+    )
 
 
 def gpu_named(name: str) -> Gpu:

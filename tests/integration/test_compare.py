@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import offload
 from offload.apply import is_applied
-from offload.compare import Compared, Comparison
+from offload.compare import Compared, Comparison, _modes, _one_optimizer
 
 WIDTH = 64
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -363,3 +364,29 @@ def test_a_peak_is_not_that_of_the_mode_before() -> None:
     moves = {"mode": "groups", "min_numel": 1, "blocks": ["0", "1", "2"]}
     moved, nothing = offload.compare(model, step, modes=[moves, False], budget_s=0.01).rows
     assert moved.peak_bytes > 0 == nothing.peak_bytes
+
+
+def test_the_optimizer_that_steps_the_model_has_a_row_of_all_kinds() -> None:
+    """Found, named as it is written in a call, and no tensor of it is copied into the table. A second one
+    that steps the model leaves the row out."""
+    loop = Loop("AdamW", 1)
+    table = offload.compare(loop.model, loop.step, budget_s=0.01)
+    (row,) = [row for row in table.rows if "optimizer" in row.arguments]
+    assert row.arguments["optimizer"] is loop.optimizer
+    assert row.text.startswith("mode='auto', optimizer=optimizer")
+    assert row.named["optimizer"] == "AdamW"
+    json.dumps(table.as_dict())
+    other = torch.optim.SGD(loop.model.parameters())
+    assert not any("optimizer" in row for row in _modes(None, _one_optimizer(loop.model)))
+    del other
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has a peak of its own")
+def test_without_a_gpu_off_counts_its_saved_bytes() -> None:
+    loop = Loop("SGD", 0)
+    (row,) = offload.compare(loop.model, loop.step, modes=[False], budget_s=0.01).rows
+    assert row.peak_bytes > 0
+    table = offload.compare(loop.model, loop.step, f"{row.peak_bytes - 1}B", [False], budget_s=0.01)
+    assert "its peak is above" in table.rows[0].why_not
+    table = offload.compare(loop.model, loop.step, f"{row.peak_bytes}B", [False], budget_s=0.01)
+    assert not table.rows[0].why_not

@@ -16,7 +16,7 @@ from offload.policy.actions import Rates
 from parallel import plan
 from parallel.dry_run.measure import Sizes, measured
 from parallel.dry_run.models import KNOWN, model_from_config
-from parallel.dry_run.rates import GPUS
+from parallel.dry_run.rates import GPUS, gpu_of_doctor
 from parallel.orders import has_one_line, orders_of
 from parallel.schedules import SCHEDULES
 
@@ -339,3 +339,22 @@ def test_configs_of_transformers_own_classes_are_the_known_models() -> None:
 def test_a_config_that_cannot_be_described_is_refused(change: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text.replace(".", r"\.")):
         model_from_config(SMALL | change, "mine")
+
+
+def test_a_card_by_its_data_sheet_says_so_and_a_file_of_doctor_has_its_own_link(tmp_path: Path) -> None:
+    published = GPUS["gb200"]
+    assert "none was measured" in published.assumed[0]
+    values = {"d2h_bytes_per_s": 2e9, "h2d_bytes_per_s": 3e9, "both_bytes_per_s": 4e9}
+    values |= {"model": "NVIDIA GB200", "memory_bytes": 7}
+    found = gpu_of_doctor({"lines": [{"values": {}}, {"values": values}]}, "seen.json")
+    assert (found.name, found.memory_bytes, found.links[1].h2d_bytes_per_s) == ("gb200", 7, 3e9)
+    assert "seen.json" in found.assumed[-1]
+    for answer, why in (({"lines": []}, "no link was measured"), ([], "no link was measured")):
+        with pytest.raises(ValueError, match=why):
+            gpu_of_doctor(answer, "seen.json")
+    values["model"] = "NVIDIA T4"
+    with pytest.raises(ValueError, match="has no NVIDIA T4"):
+        gpu_of_doctor({"lines": [{"values": values}]}, "seen.json")
+    file = tmp_path / "seen.json"
+    file.write_text("no")
+    assert plan.main(["--model", "llama3-8b", "--sequence", "64", "--gpu", str(file)]) == 2
