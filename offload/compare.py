@@ -309,6 +309,8 @@ def _tried(
             with suppress(ValueError):  # no blocks are found
                 handle = apply(model, "groups", device_limit=1 << 60, min_numel=1)
                 _take(step, [], peaks, saved=True)
+                handle.remove()  # what it moved is none of this row's
+                handle = None
         figures = {} if handle is None else handle.report().last_step
         weights = None if handle is None else handle.weights
         return Compared(

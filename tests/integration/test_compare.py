@@ -386,6 +386,7 @@ def test_without_a_gpu_off_counts_its_saved_bytes() -> None:
     loop = Loop("SGD", 0)
     (row,) = offload.compare(loop.model, loop.step, modes=[False], budget_s=0.01).rows
     assert row.peak_bytes > 0
+    assert row.moved_bytes == row.pinned_bytes == 0
     table = offload.compare(loop.model, loop.step, f"{row.peak_bytes - 1}B", [False], budget_s=0.01)
     assert "its peak is above" in table.rows[0].why_not
     table = offload.compare(loop.model, loop.step, f"{row.peak_bytes}B", [False], budget_s=0.01)
