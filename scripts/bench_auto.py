@@ -10,8 +10,9 @@
 
 Rows: `auto`, once a total, run until its plan is final, then measured; and nine fixed splits, activations
 (plain, moved, recomputed) x weights and state (resident, half, host). A split has no total, so each runs
-once, and those whose peak is within a total stand beside auto's row of it. One whose weights, gradients and
-state alone are more than every total is left out. No gradients are compared here.
+once, and those whose peak is within a total stand beside auto's row of it. One whose weights, gradients
+and state alone are more than every total, or that `apply` refuses, is left out and says why. No gradients
+are compared.
 
 Reused: blocks and shapes of bench/weights.py and weights_70b.py, the mixture of bench/families.py, the loop
 and its samples of bench_model.py, and processes, budget and record of bench/run.py.
@@ -211,7 +212,10 @@ def _split(
     if away:
         stay = "host" if away == 1 else f"{weights // 2}B"
         given |= {"weights": stay, "optimizer": trainer.optimizer}
-    handle = offload.apply(trainer.model, **given, **smallest)
+    try:
+        handle = offload.apply(trainer.model, **given, **smallest)
+    except ValueError as error:  # such as half of weights whose window of two blocks is more
+        raise SkippedError(f"apply refuses it: {error}") from error
     optimizer: Any = trainer.optimizer  # a HybridDeviceOptimizer by now, where state is away
     kept = optimizer.keep_on_device(trained) if away == 0.5 else 0  # half of two moments
     return handle, kept
@@ -224,7 +228,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--works", default="full,lora,moe,fits", help=f"of {', '.join(WORKS)} (%(default)s)")
     parser.add_argument("--rows", help=f"of auto, {', '.join(SPLITS)} (all)")
     parser.add_argument("--device-total-gb", help="totals in GB of 1e9, as 24,48, instead of a work's own")
-    parser.add_argument("--layers", type=int, help="instead of a shape's own")
+    parser.add_argument("--layers", type=int, help="instead of a shape's own; not of moe")
     parser.add_argument("--samples", type=int, default=5, help="timed steps a row (%(default)s)")
     add_run_options(parser, row_timeout_s=180.0)
     parsed = parser.parse_args(arguments)
