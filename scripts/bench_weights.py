@@ -36,9 +36,7 @@ import torch  # noqa: E402
 from bench.run import NEEDS_GPU, hardware  # noqa: E402
 from bench.weights import HEADER, Shape, line  # noqa: E402
 
-WORKS = {
-    work: f"bench.weights_{work}" for work in ("lora", "int8", "70b", "full", "gradients", "experts", "auto")
-}
+WORKS = {work: f"bench.weights_{work}" for work in ("lora", "int8", "70b", "full", "gradients", "experts")}
 """Each has ROWS and run_row(options); HEADER and line(row, nothing), too, where its columns are others; and
 DEFAULTS of options, where they are others."""
 
