@@ -68,9 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", required=True, help=f"{', '.join(KNOWN)}, or a transformers config.json, or its folder")
-    add(
-        "--gpu", default="h200", help=f"{', '.join(GPUS)}, or a file of offload doctor --json (%(default)s)"
-    )
+    add("--gpu", default="h200", help=f"{', '.join(GPUS)}, or a file of offload doctor --json (%(default)s)")
     add("--gpu-gb", type=float, help="memory of another GPU; what is not given is --gpu's")
     add(
         "--gpu-tflops", type=float, help="what it reaches in bfloat16 products: about 0.7 of the data sheet's"

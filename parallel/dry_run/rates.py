@@ -199,7 +199,7 @@ def gpu_of_doctor(answer: Any, path: str) -> Gpu:
     it computes is as the table has that card. Raises ValueError where it has no link, or the table no such
     card."""
     lines = answer.get("lines", ()) if isinstance(answer, dict) else ()
-    seen = next((line["values"] for line in lines if "d2h_bytes_per_s" in line["values"]), {})
+    seen: dict[str, Any] = next((line["values"] for line in lines if "d2h_bytes_per_s" in line["values"]), {})
     model = str(seen.get("model", ""))
     # the longest: GB200 has B200 in it
     name = max((name for name in GPUS if name in model.lower().replace(" ", "")), key=len, default="")
