@@ -32,7 +32,13 @@ from offload.modules.splits import Loads, Split, all_of, device_bytes, first_spl
 from offload.modules.totals import refuse_beyond_device, size_of, sizes_of
 from offload.modules.weights import chosen_weights, waiting_gradients
 from offload.optim.classes import is_fused_adam
-from offload.optim.convert import MoveBack, check_optimizer, host_and_device_bytes, move_state_to_host
+from offload.optim.convert import (
+    MoveBack,
+    check_optimizer,
+    host_and_device_bytes,
+    is_ours,
+    move_state_to_host,
+)
 from offload.params.view import local_of
 from offload.planner.explained import KindShare
 from offload.sizes import bytes_text
@@ -139,6 +145,13 @@ def place(
     if device_bytes(loads, least_of(loads)) > total_bytes:
         could_move = optimizer is not None and not moves and is_fused_adam(type(optimizer))
         _refuse(loads, total_bytes, quantize, could_move=could_move)
+    if optimizer is not None and not (moves or is_ours(optimizer)) and split != all_of(loads):
+        logger.warning(
+            "the state of %s stays on the device, beside device_total=%s: mode='auto' moves state with the "
+            "optimizer's own kernel alone, that of torch's Adam or AdamW with fused=True",
+            type(optimizer).__name__,
+            bytes_text(total_bytes),
+        )
     if is_by_hand:
         fixed = limit_bytes or loads.least_weights
         loads = loads._replace(weights=0, least_weights=0, trained_weights=0, resident=loads.resident + fixed)

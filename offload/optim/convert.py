@@ -35,7 +35,8 @@ _SCHEDULED = "_wrapped_by_lr_sched"
 """torch.optim.lr_scheduler puts a `step` with this attribute on the object, which counts its calls."""
 
 
-def _is_ours(optimizer: object) -> bool:
+def is_ours(optimizer: object) -> bool:
+    """Whether its state was placed by name: a HybridDeviceOptimizer, or FSDPGPUOptimizerWrapper."""
     return isinstance(optimizer, (HybridDeviceOptimizer, FSDPGPUOptimizerWrapper))
 
 
@@ -59,7 +60,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """Raises ValueError for what `move_state_to_host` cannot take."""
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     cls = type(optimizer)
-    if _is_ours(optimizer):
+    if is_ours(optimizer):
         return
     if not steps_each_alone(cls):
         raise ValueError(
@@ -91,7 +92,7 @@ def host_and_device_bytes(
 
     streamed, waiting: parameters whose weights are on the host, and whose gradients wait there.
     """
-    if _is_ours(optimizer) or not is_fused_adam(type(optimizer)):
+    if is_ours(optimizer) or not is_fused_adam(type(optimizer)):
         return 0, 0
     homes, lenders = set(map(id, streamed)), {id(each) for each in waiting if each.requires_grad}
     numels, flats = Counter[tuple[torch.dtype, bool]](), set[str]()
@@ -123,7 +124,7 @@ def move_state_to_host(optimizer: Any, engine: OffloadEngine) -> MoveBack:
     device, or raises torch.OutOfMemoryError where it does not fit, and has changed nothing then; what it
     returns makes the object one of its class. One of ours stays as it is. Raises HostBudgetError, or
     ValueError as that class does. Blocks the host for pinning, and for what is copied."""
-    if _is_ours(optimizer):
+    if is_ours(optimizer):
         return lambda: _done
     cls, taken = type(optimizer), inspect.signature(type(optimizer)).parameters
     arguments = {name: value for name, value in optimizer.defaults.items() if name in taken}

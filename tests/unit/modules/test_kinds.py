@@ -199,13 +199,16 @@ def test_a_total_that_nothing_fits_is_refused_before_a_step(allocated: Callable[
         allocated(blocks=8, device_total="20000B", gives_optimizer=True)
 
 
-def test_state_stays_where_its_kernel_would_be_another_one(allocated: Callable[..., AllocatedRun]) -> None:
+def test_state_stays_where_its_kernel_would_be_another_one(
+    allocated: Callable[..., AllocatedRun], caplog: pytest.LogCaptureFixture
+) -> None:
     """torch's for-each kernel has other bits than the fused one, with which state streams."""
     run = plain_run(allocated, 8)
     optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.1)
     handle = offload.apply(run.model, "auto", min_numel=1, device_total="200000B", optimizer=optimizer)
     assert type(optimizer) is torch.optim.AdamW
     assert handle.gradients is not None, "they leave instead"
+    assert "the state of AdamW stays on the device, beside device_total=200.00 kB" in caplog.text
     handle.remove()
     with pytest.raises(ValueError, match=r"resident weights, gradients and state .* or fused=True for the"):
         offload.apply(run.model, "auto", min_numel=1, device_total="50000B", optimizer=optimizer)
