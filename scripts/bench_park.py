@@ -14,8 +14,8 @@ A model of matrices has 16 bytes a parameter: bf16 weights and gradients, fp32 m
     cycles          50 cycles with steps between them, of 0.1 B: memory in cycle 3 and 50, and the bits
     ranks           0.6 B on each of two GPUs at once, one budget (needs two)
 
-park and wake are from the call to the last copy's end, without `release` (the cached memory goes back to the
-driver) and `allocate`, which have columns of their own. share: of the link alone, measured in the same run.
+park and wake are from the call to the last copy's end, park without `release` (the cached memory goes back to
+the driver), wake with `allocate`, which runs beside the copies. share: of the link alone, in the same run.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def cycle(
         "release_s": report.release_s,
         "pin_s": report.pin_s,
         "pinned_bytes": report.pinned_bytes,
-        "wake_s": wake_s - allocated[0],
+        "wake_s": wake_s,
         "allocate_s": allocated[0],
         "left": left,
         "report": str(report),
@@ -215,6 +215,7 @@ def others_row(request: Request) -> dict[str, Any]:
             from torch_memory_saver import torch_memory_saver as saver
         except ImportError as error:
             raise NotInstalledError("torch_memory_saver is not installed") from error
+        saver.hook_mode = "torch"  # its second mode: the first one needs LD_PRELOAD
         with saver.region(enable_cpu_backup=True):
             model, optimizer = model_of(ROWS["3B"], device, request.tiny)
     else:
@@ -332,7 +333,12 @@ def line_of(result: dict[str, Any]) -> str:
         )
     if result["row"] == "ranks":
         shares = f"{result['park_share']:.3f} and {result['wake_share']:.3f} of the link together"
-        return f"{name} park and wake at {shares}; one budget kept: {result['one budget']}"
+        seconds = ", ".join(
+            f"{each['park_s']:.3f} and {each['wake_s']:.3f} s at links of "
+            f"{each['links']['d2h'] / GB:.1f} and {each['links']['h2d'] / GB:.1f} GB/s"
+            for each in result["ranks"]
+        )
+        return f"{name} park and wake at {shares} ({seconds}); one budget kept: {result['one budget']}"
     nbytes, second = result["bytes"], result.get("second", result)
     first = result.get("first", {})
     cells = [

@@ -92,6 +92,10 @@ def pci_address(device: torch.device) -> str:
     return f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
 
 
+def _a_graph_is_reached() -> bool:
+    return any(torch.cuda.CUDAGraph in kind.__mro__ for kind in set(map(type, gc.get_objects())))
+
+
 class CudaDevice:
     """One GPU. Lanes: the calling thread's current stream, and one stream for each direction of copies."""
 
@@ -241,10 +245,13 @@ class CudaDevice:
             )
 
     def has_live_graphs(self) -> bool:
-        found = any(torch.cuda.CUDAGraph in kind.__mro__ for kind in set(map(type, gc.get_objects())))
-        if not found and gc.get_freeze_count():  # gc.freeze() hides objects; the pools of graphs are seen
-            found = any(any(each["segment_pool_id"]) for each in torch.cuda.memory_snapshot())
-        return found
+        if _a_graph_is_reached():
+            gc.collect()  # one in a circle that nobody holds is dead
+            return _a_graph_is_reached()
+        # gc.freeze() hides objects; the pools of graphs are seen
+        return gc.get_freeze_count() > 0 and any(
+            any(each["segment_pool_id"]) for each in torch.cuda.memory_snapshot()
+        )
 
     # -- state -----------------------------------------------------------------------------------------------
     def active_bytes(self) -> int:

@@ -302,6 +302,7 @@ class Kinds:
         took = self._took.get(self.now, [])
         self._waited += 1
         if self._tried is None:
+            self._take_planned()
             splits = self._shared(ladder)
             if (splits is None or len(took) < _STEPS) and self._waited < _PATIENCE:
                 return
@@ -319,16 +320,31 @@ class Kinds:
     def _shared(self, ladder: Ladder) -> list[tuple[float, Split]] | None:
         """The splits that fit, the shortest first by calculation; None while what that needs is not
         known."""
-        rates, stream = self._engine.rates, self._streams.weights
-        if rates is None or not ladder.costs:
-            return None
-        waits_s: Callable[[Sequence[int]], Sequence[float] | None] = (
-            (lambda limits: [0.0] * len(limits)) if stream is None else stream.waits_s
-        )
-        if waits_s([self.now.weights]) is None:
+        rates = self._engine.rates
+        if rates is None or not ladder.costs or self._planned([self.now.weights]) is None:
             return None
         both = rates.h2d_bytes_per_s, rates.d2h_bytes_per_s
-        return shared(self.loads, self.now, both, lambda limits: waits_s(limits) or [], ladder.recompute_s)
+        at = self._planned
+        return shared(self.loads, self.now, both, lambda limits: at(limits) or [], ladder.recompute_s)
+
+    def _planned(self, limits: Sequence[int]) -> Sequence[tuple[float, int]] | None:
+        """As WeightStream; weights that are placed by hand stay so."""
+        stream = self._streams.weights
+        if stream is None or not self.loads.weights:
+            return [(0.0, limit) for limit in limits]
+        return stream.planned(limits)
+
+    def _take_planned(self) -> None:
+        """What the weights' plan leaves of their share is no longer theirs: a later plan of theirs that took
+        it would pass the total."""
+        before, planned = self.now, self._planned([self.now.weights])
+        if planned is None or planned[0][1] >= before.weights:
+            return
+        self.now = before._replace(weights=planned[0][1])
+        self._first = self.now if self._first == before else self._first
+        self._took[self.now] = self._took.pop(before, [])
+        assert self._streams.weights is not None
+        self._streams.weights.resize(self.now.weights)
 
     def _go(self, split: Split, ladder: Ladder, shift: Callable[[int], None]) -> None:
         more = device_bytes(self.loads, split) - device_bytes(self.loads, self.now)
@@ -413,7 +429,7 @@ class Kinds:
     # -- in words --------------------------------------------------------------------------------------------
     def shares(self, ladder: Ladder | None) -> list[KindShare]:
         """Rows for `explain()`: bytes on the device and on the host, and what another GB would spare."""
-        loads, now, stream, rates = self.loads, self.now, self._streams.weights, self._engine.rates
+        loads, now, rates = self.loads, self.now, self._engine.rates
         found = []
 
         def by_link(nbytes: float) -> float | None:
@@ -422,9 +438,9 @@ class Kinds:
         if loads.weights:
             away = loads.weights - now.weights
             more = min(_GB, away)
-            waits = None if stream is None else stream.waits_s([now.weights, now.weights + more])
+            planned = self._planned([now.weights, now.weights + more])
             stepped = by_link(more * loads.trained_weights / loads.weights)
-            spared = None if waits is None or stepped is None else waits[0] - waits[1] + stepped
+            spared = None if planned is None or stepped is None else planned[0][0] - planned[1][0] + stepped
             found.append(KindShare("weights", now.weights, away, spared))
         if loads.gradients:
             stays = loads.gradients if now.gradients else loads.least_gradients

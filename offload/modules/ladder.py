@@ -361,7 +361,7 @@ class Ladder:
             new = facts.fits[at]
             # inputs leave for more plain blocks alone, and where the link has the time
             may_move = new.num_plain > self.rule.num_plain and facts.may_move
-            if at != self._at and new != self.rule and (at < 2 or may_move):
+            if at != self._at and new != self.rule and (facts.stay_fit if at < 2 else may_move):
                 self._rival = at, new, self.rule
                 self._queue = [new if is_new else self.rule for is_new in _TURNS]
                 self.rule = self._queue.pop(0)

@@ -102,26 +102,28 @@ def shared(
     loads: Loads,
     now: Split,
     bytes_per_s: tuple[float, float],
-    weights_s: Callable[[Sequence[int]], Sequence[float]],
+    weights_at: Callable[[Sequence[int]], Sequence[tuple[float, int]]],
     recompute_s: Callable[[int], float | None],
 ) -> list[tuple[float, Split]]:
     """The splits that fit, each with what it adds to a step of plain blocks by calculation, the shortest
     first; of equal ones the one with fewest bytes.
 
-    now: the one under which a step was measured. weights_s: seconds that compute waits for weights, for each
-    of these bytes on the device. recompute_s: seconds of recomputes where kinds take so many bytes more than
-    now; None where no rule fits then.
+    now: the one under which a step was measured. weights_at: for each of these limits the seconds that
+    compute waits for weights, and their bytes on the device, which may be fewer. recompute_s: seconds of
+    recomputes where kinds take so many bytes more than now; None where no rule fits then.
     """
     splits = [*_splits(loads)]
-    windows = sorted({split.weights for split in splits})
-    waits = dict(zip(windows, weights_s(windows), strict=True))
+    limits = sorted({split.weights for split in splits})
+    at = dict(zip(limits, weights_at(limits), strict=True))
     recomputes: dict[int, float | None] = {}
     found: list[tuple[float, int, Split]] = []
     for split in splits:
+        waits_s, weights = at[split.weights]
+        split = split._replace(weights=weights)
         nbytes = device_bytes(loads, split)
         more = nbytes - device_bytes(loads, now)
         if more not in recomputes:
             recomputes[more] = recompute_s(more)
         if (again_s := recomputes[more]) is not None:
-            found.append((again_s + waits[split.weights] + step_s(loads, split, bytes_per_s), nbytes, split))
+            found.append((again_s + waits_s + step_s(loads, split, bytes_per_s), nbytes, split))
     return [(seconds, split) for seconds, _, split in sorted(found)]

@@ -134,8 +134,13 @@ class Parked(Client):
             chosen = self._choose(census, coming, report)
             ignores = options["ignore_graphs"]
             if not report.is_plan:
-                self._make_room(chosen, report, pageable=options["pageable"])
-                send(self.engine, self._memory, chosen, report, self._no_graph if not ignores else None)
+                made = self._make_room(chosen, report, pageable=options["pageable"])
+                try:
+                    send(self.engine, self._memory, chosen, report, self._no_graph if not ignores else None)
+                except BaseException:
+                    for kind in made:
+                        self._memory[kind].close()
+                    raise
                 entries = [*self._entries, *chain.from_iterable(chosen.values())]
                 with self._as_it_is():
                     _to_the_end(lambda: self._leave(entries, coming))
@@ -218,9 +223,11 @@ class Parked(Client):
             report.notes.append(f"seconds are of {rate / 1e9:.0f} GB/s: the link was not measured")
         return chosen
 
-    def _make_room(self, chosen: dict[Kind, list[Entry]], report: ParkReport, *, pageable: bool) -> None:
-        """Host memory for all of it. Blocks the host for the pinning. Raises HostBudgetError before anything
-        has moved."""
+    def _make_room(
+        self, chosen: dict[Kind, list[Entry]], report: ParkReport, *, pageable: bool
+    ) -> list[Kind]:
+        """Host memory for all of it, and the kinds that had none. Blocks the host for the pinning. Raises
+        HostBudgetError before anything has moved."""
         began, arena = time.perf_counter(), self.engine.arena
         sizes = {kind: tuple(entry.nbytes for entry in entries) for kind, entries in chosen.items()}
         old = {kind: self._memory[kind] for kind in sizes}
@@ -237,6 +244,7 @@ class Parked(Client):
         report.pageable_bytes = sum(memory.pageable_bytes for memory in old.values())
         report.host_bytes = sum(memory.nbytes for memory in old.values())
         report.pinned_bytes, report.pin_s = arena.held_bytes - held_bytes, time.perf_counter() - began
+        return lacking
 
     def _no_graph(self) -> None:
         if self._device.has_live_graphs():

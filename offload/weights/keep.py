@@ -33,6 +33,9 @@ class Plan(NamedTuple):
     keep: frozenset[int]
     window_bytes: int
 
+    def device_bytes(self, sizes: Sequence[Size]) -> int:
+        return self.window_bytes + sum(sizes[index].used for index in self.keep)
+
 
 def least_window(sizes: Sequence[Size]) -> int:
     """Bytes of a block that computes and one that arrives, or of INT8 weights beside their elements."""
@@ -163,17 +166,15 @@ def best_plans(
     least, largest = least_window(sizes), max(size.used for size in sizes)
     found: list[tuple[float, int, Plan]] = []
     for keep in _chain(uses, sizes, bytes_per_s):
-        kept = sum(sizes[index].used for index in keep)
-        if kept + least > max(limits):
+        plans = [Plan(keep, least + more * largest) for more in range(_WINDOWS)]
+        if plans[0].device_bytes(sizes) > max(limits):
             break
-        for more in range(_WINDOWS):
-            plan = Plan(keep, least + more * largest)
-            if (nbytes := kept + plan.window_bytes) <= max(limits):
+        for plan in plans:
+            if (nbytes := plan.device_bytes(sizes)) <= max(limits):
                 found.append((play(uses, sizes, plan, bytes_per_s), nbytes, plan))
     whole = _whole(sizes, max(limits))
     if whole is not None:
-        nbytes = sum(size.used for size in sizes) + whole.window_bytes
-        found.append((play(uses, sizes, whole, bytes_per_s), nbytes, whole))
+        found.append((play(uses, sizes, whole, bytes_per_s), whole.device_bytes(sizes), whole))
     best = []
     for limit in limits:
         took, _, plan = min((each for each in found if each[1] <= limit), key=lambda each: each[:2])

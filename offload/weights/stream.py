@@ -395,17 +395,21 @@ class WeightStream(Client):
             if self._step is not None:
                 self._plan_with(self._step)
 
-    def waits_s(self, limits: Sequence[int]) -> list[float] | None:
-        """Of a step, seconds that compute waits for weights within each of these limits, by calculation; None
-        before a step was measured."""
+    def planned(self, limits: Sequence[int]) -> list[tuple[float, int]] | None:
+        """Of a step within each of these limits, by calculation: seconds that compute waits for weights, and
+        their bytes on the device, which may be fewer. None before a step was measured."""
         step, least = self._step, least_window(self._sizes)
         if step is None:
             return None
         uses = [(use.block, seconds) for use, seconds in step.uses[: _PLANNED * len(self._sizes)]]
-        rooms = [max(least, limit - self.experts.window.room_bytes) for limit in limits]
+        experts_bytes = self.experts.window.room_bytes
+        rooms = [max(least, limit - experts_bytes) for limit in limits]
         compute_s, times = sum(seconds for _, seconds in uses), len(step.uses) / len(uses)
         found = best_plans(uses, self._sizes, rooms, step.bytes_per_s)
-        return [max(0.0, took_s - compute_s) * times for _, took_s in found]
+        return [
+            (max(0.0, took_s - compute_s) * times, plan.device_bytes(self._sizes) + experts_bytes)
+            for plan, took_s in found
+        ]
 
     def _plan_with(self, step: MeasuredStep) -> None:
         self._step = step

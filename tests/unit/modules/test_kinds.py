@@ -71,7 +71,9 @@ def test_a_byte_goes_to_the_kind_that_spares_most_by_it() -> None:
         def recompute_s(more: int) -> float | None:
             return None if more > room else per_byte * (more + 1000)
 
-        return shared(loads, now, (10.0, 10.0), lambda limits: [0.0] * len(limits), recompute_s)
+        return shared(
+            loads, now, (10.0, 10.0), lambda limits: [(0.0, limit) for limit in limits], recompute_s
+        )
 
     assert found(0.05)[0] == (0.05 * 1400 + 40.0, Split(0, True, 400)), "0.1 s a byte of state"
     assert found(0.2)[0] == (0.2 * 1000 + 80.0, now)
@@ -274,9 +276,21 @@ def test_a_split_for_which_there_is_no_host_memory_is_given_up(
     found = trained(run, one)
     assert "do not fit, and what was there before stays: full" in caplog.text
     assert not kinds.is_open
-    assert kinds.now == first
+    assert kinds.now._replace(weights=0) == first._replace(weights=0)
+    assert kinds.now.weights <= first.weights  # what their plan leaves is no longer theirs
     run.handle.remove()
     assert all(map(torch.equal, found, trained(plain_run(allocated, 8), one)))
+
+
+@pytest.mark.parametrize(("total", "rate"), [(45_000, 4e6), (100_000, 2e7)])
+def test_what_is_tried_keeps_the_total(
+    allocated: Callable[..., AllocatedRun], total: int, rate: float
+) -> None:
+    """A rival whose recomputes alone have no room is not tried; and weights that arrive in time take less
+    than their share, which another split gives away: a later plan of theirs may not take it."""
+    run = allocated(blocks=16, rate=rate, device_total=f"{total}B", gives_optimizer=True)
+    trained(run, one, 10)
+    assert max(run.peaks) <= 1.01 * total
 
 
 def test_without_a_total_it_is_what_the_device_has_and_least_is_another_aim(

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import AdamW
 
 import offload
-from offload.errors import OffloadError
+from offload.errors import CaptureError, OffloadError
 from offload.optim import FSDPGPUOptimizerWrapper
 from offload.park.parked import Parked
 from tests.unit.park.states import WIDTH, Net, engine_of, in_training, same, state_of, train
@@ -136,3 +136,19 @@ def test_a_cycle_inside_a_capture_is_refused() -> None:
     engine = engine_of()
     with engine.device.capture(), pytest.raises(offload.CaptureError, match=r"park\(\) inside a graph"):
         offload.park(model, optimizer, engine=engine)
+
+
+def test_a_park_that_a_graph_refuses_leaves_no_host_memory_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    (model, optimizer), (plain, other) = in_training(), in_training()
+    engine = engine_of()
+    monkeypatch.setattr(engine.device, "has_live_graphs", lambda: True)
+    with pytest.raises(CaptureError, match="can be replayed"):
+        offload.park(model, optimizer, engine=engine)
+    assert engine.arena.lent_bytes == 0
+    parked = offload.park(model, optimizer, engine=engine, ignore_graphs=True)
+    parked.wake()
+    held = engine.arena.lent_bytes
+    with pytest.raises(CaptureError, match="can be replayed"):
+        offload.park(model, optimizer, engine=engine)
+    assert engine.arena.lent_bytes == held  # pinned once
+    assert same(state_of(model, optimizer), state_of(plain, other))
