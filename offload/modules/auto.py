@@ -35,7 +35,7 @@ from offload.engine import OffloadEngine
 from offload.groups.group import HEAD, Cost
 from offload.groups.manager import GroupsManager
 from offload.modules.auto_memory import BLOCKS, AutoMemory
-from offload.modules.auto_plan import AutoPlan, measure_link
+from offload.modules.auto_plan import AutoPlan, measure_link, pin_free
 from offload.modules.auto_ranks import AutoRanks
 from offload.modules.block_calls import BlockCalls, Chosen
 from offload.modules.kinds import Kinds
@@ -282,6 +282,7 @@ class Auto(Client):
             rate = _USUAL_LINK if engine.rates is None else engine.rates.d2h_bytes_per_s
             ladder.bytes_per_s = rate
             ladder.costs = calls.costs(_kinds_of(ladder.trace), rate)
+            ladder.pins = partial(_pins, weakref.ref(engine), weakref.ref(ladder))
             calls.end_looks()
             gc.collect()  # what was measured has left many objects: a full collection falls in this step
         is_final = plan.is_final and manager.what_stays_is_settled
@@ -413,7 +414,7 @@ class Auto(Client):
                 ladder.tried["plan"] = Tried("plan, as it is predicted", [found.predicted_step_s])
             plan.follow_none()
             ladder.no_plan()
-        elif plan.pin(manager.engine, found, round(_PINNED_A_STEP * rule_s * _PINNED_BYTES_PER_S)):
+        elif plan.pin(manager.engine, found, _pinned_in(rule_s)):
             plan.make_if_wanted(manager)
             if plan.followed is not None:
                 ladder.plan_begins()
@@ -468,6 +469,21 @@ class Auto(Client):
             else "its forwards and backwards are not timed, as where chunks are marked by hand; leave "
             "init_chunk_handler() out, or use mode='hidden_states'",
         )
+
+
+def _pins(of: Callable[[], OffloadEngine | None], by: Callable[[], Ladder | None], nbytes: int) -> bool:
+    """As Ladder.pins."""
+    engine, ladder = of(), by()
+    if engine is None or ladder is None or not engine.device.pins:
+        return True
+    arena = engine.arena
+    is_all = pin_free(engine, nbytes, _pinned_in(ladder.seconds() or 0.0))
+    return is_all and arena.held_bytes - arena.lent_bytes >= nbytes
+
+
+def _pinned_in(step_s: float) -> int:
+    """Bytes that are pinned beside a step."""
+    return round(_PINNED_A_STEP * step_s * _PINNED_BYTES_PER_S)
 
 
 def _kinds_of(trace: Trace) -> list[Any]:

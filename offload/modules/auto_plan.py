@@ -309,20 +309,25 @@ class AutoPlan:
         return max(most_bytes, kept_peak_bytes(plan.problem.actions, kept, all_of(kept)))
 
     def pin(self, engine: OffloadEngine, plan: MixedPlan, most_bytes: int) -> bool:
-        """Pin what may wait on the host under the plan, so many more bytes at most, as far as the budget
-        goes. Returns whether that is all of it. Blocks the host while it pins: 1 ms for each 17 MB."""
+        """Pin what may wait on the host under the plan, as `pin_free`."""
         sizes = _sizes_of(plan)
-        wanted = kept_peak_bytes(plan.problem.actions, sizes, all_of(sizes))
-        wanted = min(wanted, engine.arena.budget.limit_bytes)
-        held = engine.arena.held_bytes
-        if not engine.device.pins or wanted <= held:
-            return True
-        try:
-            engine.reserve_host(min(wanted, held + most_bytes))
-        except HostBudgetError as error:  # other ranks hold it; what finds no block is counted and said
-            logger.info("auto: not all host memory of the plan is pinned: %s", error)
-            return True
-        return wanted <= held + most_bytes
+        return pin_free(engine, kept_peak_bytes(plan.problem.actions, sizes, all_of(sizes)), most_bytes)
+
+
+def pin_free(engine: OffloadEngine, wanted_bytes: int, most_bytes: int) -> bool:
+    """Pin until so many bytes are free beside what is lent, so many more at most, as far as the budget goes.
+    Returns whether that is all of it. For between steps. Blocks the host: 1 ms for each 17 MB."""
+    arena = engine.arena
+    held, wanted = arena.held_bytes, wanted_bytes + arena.lent_bytes
+    wanted = min(wanted, arena.budget.limit_bytes)
+    if not engine.device.pins or wanted <= held:
+        return True
+    try:
+        engine.reserve_host(min(wanted, held + most_bytes))
+    except HostBudgetError as error:  # other ranks hold it; what finds no block is counted and said
+        logger.info("auto: not all host memory that was planned is pinned: %s", error)
+        return True
+    return wanted <= held + most_bytes
 
 
 def _sizes_of(plan: MixedPlan) -> dict[ChunkKey, list[GroupSize]]:

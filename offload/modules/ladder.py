@@ -14,7 +14,7 @@ decided is a function of what all ranks tell, so ranks whose blocks communicate 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import Enum
 from math import inf
 from statistics import median
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from offload.modules.rule import Cost, Rule, Trace, fitting, peak_bytes
+from offload.modules.rule import Cost, Rule, Trace, fitting, moved_bytes, peak_bytes
 
 _FIRST_AIM, _AIM = 0.99, 0.998
 """Of the total: before a step under a rule was measured, and since."""
@@ -45,6 +45,9 @@ _WAYS = ((False, False), (False, True), (True, True))
 
 _FORWARD = 0.3
 """Of a step's time."""
+
+_MOST_WAITS = 6
+"""Steps beside which the host's memory for inputs is pinned; with less they stay where they are."""
 
 _ALIKE = 0.05
 """Of the bytes of the traced step's inputs: a step that differs by more is compared with none."""
@@ -86,7 +89,8 @@ class Ended(NamedTuple):
 class Facts(NamedTuple):
     """What one rank tells of a step. seconds_before: None where that step had other lengths than the measured
     one, too. fits: the rules that fit it: the last blocks plain, the best of each kind, and these while
-    inputs leave. stay_fit: inputs may stay. may_move: the link has the time for those that leave."""
+    inputs leave. stay_fit: inputs may stay. may_move: the link has the time for those that leave. has_host:
+    and the host the memory."""
 
     seconds_before: float | None
     is_over: bool
@@ -95,6 +99,7 @@ class Facts(NamedTuple):
     plan_is_final: bool = False
     stay_fit: bool = True
     may_move: bool = True
+    has_host: bool = False
 
     @staticmethod
     def common(told: Sequence[Facts]) -> Facts:
@@ -114,6 +119,7 @@ class Facts(NamedTuple):
             all(facts.plan_is_final for facts in told),
             all(facts.stay_fit for facts in told),
             all(facts.may_move for facts in told),
+            all(facts.has_host for facts in told),
         )
 
 
@@ -131,7 +137,8 @@ class Ladder:
     rule: that the next step runs, where it follows no plan. follows_plan: whether it does.
     trace: of the step that was measured, None before. costs: by kind of block, set once they are known.
     bytes_per_s: of the link to the host. has_no_room: it was refused, until steps are shorter. waits: nothing
-    finer than the rule is tried, since the total is still being shared with other kinds.
+    finer than the rule is tried, since the total is still being shared with other kinds. pins: pins so many
+    bytes for inputs, or a part of them beside this step, and returns whether they are there.
     """
 
     def __init__(self, total_bytes: int, *, is_asked: bool = True) -> None:
@@ -143,6 +150,7 @@ class Ladder:
         self.costs: Mapping[Hashable, Cost] = {}
         self.bytes_per_s = inf
         self.has_no_room = self.waits = False
+        self.pins: Callable[[int], bool] = lambda nbytes: True
         self.tried: dict[str, Tried] = {}
         self._offset = 0.0  # of peaks, measured less what is calculated
         self._looks = 0
@@ -150,6 +158,7 @@ class Ladder:
         self._at = 0  # of `_WAYS`, that is followed
         self._rivals = [0, 1, 2]  # that are to be tried
         self._rival: tuple[int, Rule, Rule] | None = None  # that is tried, its rule, and the one followed
+        self._waited = 0  # steps, for host memory
         self._has_tried_plan = False
         self._plan_steps = 0
         self._before: tuple[str, int] | None = None  # the step before: its way, its inputs' bytes
@@ -251,6 +260,13 @@ class Ladder:
                 fitting(trace, self.costs, aim, moves=moves, by_kind=by_kind) for moves, by_kind in _WAYS
             )
         stays = trace is None or not trace.moves or not fits
+        may_move, has_host = True, False
+        if trace is not None and fits is not None:
+            moved, most = moved_bytes(trace, self.costs, fits[2])
+            rule_s = self.seconds()
+            may_move = rule_s is None or moved / self.bytes_per_s <= _FORWARD * rule_s
+            is_next = self.state is State.TRYING and self._rival is None and self._rivals[:1] == [2]
+            has_host = is_next and may_move and self.pins(most)
         return Facts(
             step.seconds_before if self._is_alike else None,
             is_over,
@@ -258,7 +274,8 @@ class Ladder:
             step.plan_is_new,
             step.plan_is_final,
             stays or self._takes(Rule(moves=False)) <= _FIRST_AIM * self.total_bytes,
-            fits is None or self._moves_within(fits[2]),
+            may_move,
+            has_host,
         )
 
     def _takes(self, rule: Rule) -> float:
@@ -357,11 +374,18 @@ class Ladder:
                 wins = self._wins(name_of(new), name_of(old))
                 self._at, self.rule = (at, new) if wins else (self._at, old)
         elif self._rivals and facts.fits is not None:
-            at = self._rivals.pop(0)
+            at = self._rivals[0]
             new = facts.fits[at]
             # inputs leave for more plain blocks alone, and where the link has the time
             may_move = new.num_plain > self.rule.num_plain and facts.may_move
-            if at != self._at and new != self.rule and (facts.stay_fit if at < 2 else may_move):
+            is_rival = at != self._at and new != self.rule and (facts.stay_fit if at < 2 else may_move)
+            if is_rival and at == 2 and not facts.has_host:
+                self._waited += 1
+                if self._waited < _MOST_WAITS:
+                    return
+                is_rival = False
+            self._rivals.pop(0)
+            if is_rival:
                 self._rival = at, new, self.rule
                 self._queue = [new if is_new else self.rule for is_new in _TURNS]
                 self.rule = self._queue.pop(0)
@@ -369,18 +393,6 @@ class Ladder:
                 self._try(facts)
         elif self._has_tried_plan:
             self.state = State.SETTLED
-
-    def _moves_within(self, rule: Rule) -> bool:
-        """Whether the inputs that leave have the time of a forward."""
-        trace, rule_s = self.trace, self.seconds()
-        assert trace is not None
-        moved = sum(
-            self.costs[kind].input_bytes
-            for chunk, kinds in trace.kinds.items()
-            for place, kind in enumerate(kinds)
-            if not rule.is_plain(chunk, place)
-        )
-        return rule_s is None or moved / self.bytes_per_s <= _FORWARD * rule_s
 
     def _judge_plan(self, facts: Facts) -> None:
         self._plan_steps += 1

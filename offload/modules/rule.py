@@ -119,6 +119,18 @@ def peak_bytes(trace: Trace, costs: Mapping[Hashable, Cost], rule: Rule, factor:
     return max(most, grown(trace.most_bytes) if not trace.seen else 0.0)
 
 
+def moved_bytes(trace: Trace, costs: Mapping[Hashable, Cost], rule: Rule) -> tuple[int, int]:
+    """Of a step under this rule, whose inputs leave: bytes that do, and at most on the host at once."""
+    held, moved, most = 0, 0, 0
+    for is_forward, chunk, place, _ in trace.seen:
+        if not rule.is_plain(chunk, place):
+            nbytes = costs[trace.kinds[chunk][place]].input_bytes
+            held += nbytes if is_forward else -nbytes
+            moved += nbytes if is_forward else 0
+            most = max(most, held)
+    return moved, most
+
+
 def fitting(
     trace: Trace,
     costs: Mapping[Hashable, Cost],

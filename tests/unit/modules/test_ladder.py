@@ -203,6 +203,24 @@ def test_inputs_do_not_leave_over_a_link_that_they_would_fill() -> None:
     assert "moves" not in world.ways[1:]
 
 
+@pytest.mark.parametrize("steps", [3, 100])
+def test_inputs_do_not_leave_before_they_have_memory_on_the_host(steps: int) -> None:
+    """They would stay on the device, beside what the rule counts on them for."""
+    world, asked = World(1_200), list[int]()
+
+    def pins(nbytes: int) -> bool:
+        asked.append(nbytes)
+        return len(asked) >= steps
+
+    world.ladder.pins = pins
+    world.run()
+    assert ("moves" in world.ways[1:]) == (steps == 3)
+    assert asked[0] == 10, "of one recomputed block"
+    if steps == 3:
+        assert len(asked) == 3
+    assert world.ladder.state is State.SETTLED
+
+
 def test_ranks_decide_by_the_fullest_and_the_slowest_of_them() -> None:
     few, many = Rule({0: frozenset({3})}), Rule({0: frozenset({2, 3})})
     common = Facts.common(
