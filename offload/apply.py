@@ -29,17 +29,17 @@ import torch
 from torch import nn
 
 from offload import marks
+from offload.auto.controller import Auto
+from offload.auto.kinds import Kinds, Streams, place
+from offload.auto.mixed import MixedCalls
 from offload.checkpoint.net import Watch
 from offload.conductor.arbiter import Conductor
 from offload.config import Mode, OffloadConfig, check_min_elements, check_mode, naming_near
 from offload.device import device_bytes, device_name, usable_bytes
 from offload.groups.manager import GroupsManager
-from offload.modules.auto import Auto
 from offload.modules.blocks import Blocks, Modules, beside_blocks, blocks_of, flat, groups_of, names_of
 from offload.modules.conducted import Conducted, conduct, conductor_config
 from offload.modules.hooks import HookPair
-from offload.modules.kinds import Kinds, Streams, place
-from offload.modules.mixed import MixedCalls
 from offload.modules.recomputed import RecomputedCalls
 from offload.modules.root import GroupCalls, HeadCalls, ModelRoot
 from offload.modules.settings import (

@@ -20,8 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import offload
 from offload import OffloadConfig, PipelineOffloadManager, configure
-from offload.modules import auto_plan, block_calls
-from offload.modules.rule import Rule, peak_bytes
+from offload.auto import calls as block_calls
+from offload.auto import plan as auto_plan
+from offload.auto.rule import Rule, peak_bytes
 from offload.policy.actions import Rates
 from offload.policy.menu import Block
 from offload.policy.mixture import MixedPlan

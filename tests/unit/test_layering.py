@@ -26,6 +26,7 @@ LEVELS: list[set[str]] = [
     {"groups", "checkpoint", "spill", "optim", "weights", "streaming", "quant", "conductor"},
     {"planner"},  # measures what blocks cost, under checkpoints
     {"modules"},  # hooks on a user's modules, which open groups
+    {"auto"},  # mode "auto", which chooses by real steps
     {"process"},  # the manager that this process has
     {"marks"},
     {"report", "plot", "park"},

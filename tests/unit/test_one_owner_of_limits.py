@@ -120,7 +120,7 @@ def test_nobody_else_writes_a_cap() -> None:
     ],
 )
 def test_a_planted_writer_is_found(line: str) -> None:
-    assert len(other_writers("offload/modules/auto_plan.py", line)) == 1
+    assert len(other_writers("offload/auto/plan.py", line)) == 1
 
 
 @pytest.mark.parametrize(
@@ -136,4 +136,4 @@ def test_a_planted_writer_is_found(line: str) -> None:
     ],
 )
 def test_a_reader_or_contributor_is_let_through(line: str) -> None:
-    assert other_writers("offload/modules/auto_plan.py", line) == []
+    assert other_writers("offload/auto/plan.py", line) == []

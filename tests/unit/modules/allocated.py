@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 import offload
 from offload import PipelineOffloadManager
-from offload.modules import auto_plan
-from offload.modules.beside import Beside
-from offload.modules.ladder import Ladder
+from offload.auto import plan as auto_plan
+from offload.auto.beside import Beside
+from offload.auto.ladder import Ladder
 from offload.policy import mixed_search
 from offload.policy.actions import Rates
 from tests.unit.groups.stack import build_manager, installed

@@ -12,9 +12,9 @@ from torch import nn
 
 import offload
 from offload import PipelineOffloadManager
+from offload.auto import plan as auto_plan
+from offload.auto.beside import Beside
 from offload.device.sim import SimDevice
-from offload.modules import auto_plan
-from offload.modules.beside import Beside
 from offload.policy import mixed_search
 from offload.policy.actions import Rates
 from offload.policy.mixture import MixedPlan

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import offload
 from offload import HostBudgetError, PipelineOffloadManager
+from offload.auto.controller import Auto
 from offload.device.sim import SimDevice
 from offload.groups import timed
-from offload.modules.auto import Auto
 from offload.policy.actions import Rates
 from offload.policy.mixture import MixedPlan, choose_keeps
 from tests.inside import exactly
@@ -332,7 +332,7 @@ def test_without_announced_ends_ranks_that_communicate_never_plan_and_say_so_onc
 ) -> None:
     """An end is guessed where nothing is alive, which another rank may find at another moment."""
     manager.engine.rates = SLOW_LINK
-    monkeypatch.setattr("offload.modules.block_calls.peers_of", lambda groups: frozenset({1}))
+    monkeypatch.setattr("offload.auto.calls.peers_of", lambda groups: frozenset({1}))
     model = build(blocks=LAYERS)
     handle = offload.apply(model, "auto", min_numel=1, device_total="20000B")
     for _ in range(8):

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from offload.modules import auto_plan, beside
-from offload.modules.beside import Beside
+from offload.auto import beside
+from offload.auto import plan as auto_plan
+from offload.auto.beside import Beside
 from offload.policy.mixture import MixedPlan, choose_mixture
 from tests.unit.modules.linked import RATE, Run, new_run
 

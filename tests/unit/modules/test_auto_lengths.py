@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import offload
 from offload import PipelineOffloadManager
+from offload.auto import plan as auto_plan
 from offload.groups import varied
 from offload.groups.seen import StepClock
-from offload.modules import auto_plan
 from offload.policy.actions import Rates
 from offload.policy.menu import Block
 from offload.policy.mixture import MixedPlan, choose_mixture

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from offload import PipelineOffloadManager
-from offload.modules.ladder import Ended, Facts, Ladder, State
-from offload.modules.rule import Cost, Rule, Trace, fitting, peak_bytes
+from offload.auto.ladder import Ended, Facts, Ladder, State
+from offload.auto.rule import Cost, Rule, Trace, fitting, peak_bytes
 from tests.unit.groups.stack import build_manager
 from tests.unit.modules.allocated import AllocatedDevice, AllocatedRun, allocated, counting
 from tests.unit.modules.training import ROWS, WIDTH

@@ -18,9 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 import offload
+from offload.auto import plan as auto_plan
 from offload.groups.seen import StepClock
 from offload.ids import ChunkId
-from offload.modules import auto_plan
 from offload.pipelining import OffloadPipelineStage
 from offload.planner import profile, work
 from offload.policy.actions import Action, Rates

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload.auto.rule import Cost as KindCost
+from offload.auto.rule import Rule, Trace
 from offload.checkpoint.hidden_states import BeforeAgain
 from offload.checkpoint.selective import Contexts, contexts_for
 from offload.device import Device, Event
@@ -25,8 +27,6 @@ from offload.groups.group import KEPT, Cost
 from offload.groups.manager import GroupsManager
 from offload.ids import ChunkId
 from offload.modules.root import ModelRoot
-from offload.modules.rule import Cost as KindCost
-from offload.modules.rule import Rule, Trace
 from offload.planner.agreement import peers_of
 from offload.planner.kinds import kind_of, look_of
 from offload.planner.profile import BlockProfile, kept_always

@@ -6,11 +6,11 @@ One invariant: what is followed here is what all these ranks follow, from the sa
 
 from __future__ import annotations
 
+from offload.auto.calls import BlockCalls
+from offload.auto.ladder import Facts
+from offload.auto.memory import AutoMemory
+from offload.auto.plan import AutoPlan
 from offload.groups.manager import GroupsManager
-from offload.modules.auto_memory import AutoMemory
-from offload.modules.auto_plan import AutoPlan
-from offload.modules.block_calls import BlockCalls
-from offload.modules.ladder import Facts
 from offload.planner.agreement import Agreement, Room, is_point
 from offload.telemetry.speaker import Once, speaker
 

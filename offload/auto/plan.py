@@ -16,12 +16,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
 
+from offload.auto.beside import Beside
+from offload.auto.calls import BlockCalls
+from offload.auto.memory import AutoMemory
 from offload.engine import OffloadEngine
 from offload.errors import HostBudgetError
 from offload.groups.manager import GroupsManager
-from offload.modules.auto_memory import AutoMemory
-from offload.modules.beside import Beside
-from offload.modules.block_calls import BlockCalls
 from offload.planner.recent import RecentSteps
 from offload.planner.work import Ran, StepWork, with_halves
 from offload.policy.actions import ChunkKey, GroupSize, Rates

@@ -8,9 +8,9 @@ fits a total of device memory and takes the least time.
     step 4      the rule: as many whole blocks plain as fit, the others recomputed
     later       what is finer is tried in real steps, and followed where these are faster
 
-Here is what is done at a forward and at the end of a step. block_calls.py has how a call runs, rule.py how
-many blocks fit, ladder.py what the next step does, auto_memory.py what a step takes, auto_plan.py the
-search's plan, beside.py the search on a thread, auto_ranks.py how ranks whose blocks communicate do the same.
+Here is what is done at a forward and at the end of a step. calls.py has how a call runs, rule.py how
+many blocks fit, ladder.py what the next step does, memory.py what a step takes, plan.py the
+search's plan, beside.py the search on a thread, ranks.py how ranks whose blocks communicate do the same.
 
 There is one plan for all models of a process that the mode is applied to: they share the device. A device
 without an allocator and a clock, as the simulated one, measures nothing: there the plan is followed as it is.
@@ -28,21 +28,21 @@ from typing import Any
 
 from torch import nn
 
+from offload.auto.calls import BlockCalls, Chosen
+from offload.auto.kinds import Kinds
+from offload.auto.ladder import Ended, Ladder, State, Tried
+from offload.auto.memory import BLOCKS, AutoMemory
+from offload.auto.plan import AutoPlan, measure_link, pin_free
+from offload.auto.ranks import AutoRanks
+from offload.auto.rests import Rests
+from offload.auto.rule import Rule, Trace, probes
 from offload.checkpoint.hidden_states import BeforeAgain
 from offload.client import Client
 from offload.device import Device, Event
 from offload.engine import OffloadEngine
 from offload.groups.group import HEAD, Cost
 from offload.groups.manager import GroupsManager
-from offload.modules.auto_memory import BLOCKS, AutoMemory
-from offload.modules.auto_plan import AutoPlan, measure_link, pin_free
-from offload.modules.auto_ranks import AutoRanks
-from offload.modules.block_calls import BlockCalls, Chosen
-from offload.modules.kinds import Kinds
-from offload.modules.ladder import Ended, Ladder, State, Tried
-from offload.modules.rests import Rests
 from offload.modules.root import ModelRoot
-from offload.modules.rule import Rule, Trace, probes
 from offload.params.view import local_of
 from offload.planner.explained import Explanation
 from offload.policy.actions import ChunkKey

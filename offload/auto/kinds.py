@@ -23,12 +23,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from offload.auto.ladder import Ladder, State
+from offload.auto.splits import Loads, Split, all_of, device_bytes, first_split, least_of, shared
 from offload.client import weakly
 from offload.compile.untraced import untraced
 from offload.engine import OffloadEngine
 from offload.errors import HostBudgetError
-from offload.modules.ladder import Ladder, State
-from offload.modules.splits import Loads, Split, all_of, device_bytes, first_split, least_of, shared
 from offload.modules.totals import refuse_beyond_device, size_of, sizes_of
 from offload.modules.weights import chosen_weights, waiting_gradients
 from offload.optim.classes import is_fused_adam

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from offload.auto.calls import Look
+from offload.auto.controller import Auto
 from offload.checkpoint.hidden_states import RecomputedCall
 from offload.checkpoint.members import inner_modules, is_trained
-from offload.modules.auto import Auto
-from offload.modules.block_calls import Look
 from offload.modules.hooks import output_tensors
 from offload.modules.recomputed import RecomputedCalls, is_forward_ad
 from offload.modules.root import GroupCall, ModelRoot
