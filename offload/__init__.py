@@ -77,6 +77,7 @@ from offload.park import Parked as Parked
 from offload.park import park, parked
 from offload.plot import Trace as Trace
 from offload.plot import plot, tracing
+from offload.policies import Activations, Auto, Fixed, Gradients, Watermark, Weights
 from offload.report import Report as Report
 from offload.report import report
 from offload.spill.backend_cpu import CPUSpillBackend as CPUSpillBackend
@@ -100,8 +101,12 @@ versions.warn_if_untested()
 
 __all__ = [
     "ActivationRuntime",
+    "Activations",
+    "Auto",
     "Conductor",
     "FSDPGPUOptimizerWrapper",
+    "Fixed",
+    "Gradients",
     "HostArena",
     "HostBudgetError",
     "HybridDeviceOptimizer",
@@ -112,6 +117,8 @@ __all__ = [
     "QuantLinear",
     "QuantLinearLoRA",
     "StepStats",
+    "Watermark",
+    "Weights",
     "activations",
     "apply",
     "backward_record",

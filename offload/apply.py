@@ -70,6 +70,7 @@ from offload.modules.weights import (
 )
 from offload.optim.convert import MoveBack, check_optimizer, check_stepped, move_state_to_host
 from offload.planner.explained import Explanation
+from offload.policies import Policy, arguments_of
 from offload.report import Report, ReportStart
 from offload.sizes import argument_bytes, bytes_text
 from offload.weights.figures import GradientFigures, WeightFigures
@@ -351,6 +352,7 @@ def apply(
     device: torch.device | int | str | None = None,
     gradients: Literal["host", "device"] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    policy: Policy | None = None,
 ) -> Applied:
     """Offload what `model` saves for its backward, from its next forward on; with `weights`, also the weights
     of its blocks, with `gradients` its gradients, and with `optimizer` that one's state, or these alone.
@@ -428,6 +430,7 @@ def apply(
     conductor: True: one arbiter for all that moves on this device, activations, weights and optimizer state
         (docs/conductor.md). A ConductorConfig, or a JSON file of the source system, for caps, slots and
         telemetry of your own. It is the process's: it ends with the last handle that has it.
+    policy: an `offload.Auto`, `Fixed` or `Watermark`, instead of the arguments that it has fields for.
 
     Raises ValueError for anything that cannot be: no blocks, a pattern that matches nothing, an argument that
     the mode has no use for, modules that are applied already, a mode beside another that it excludes, a
@@ -437,6 +440,22 @@ def apply(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"apply got a {type(model).__name__}, must be a torch.nn.Module")
+    if policy is not None:
+        its: list[object] = [mode, blocks, modules, device_limit, min_numel, device_total, high, low]
+        its += [no_recompute, recompute_differs != "raise" or None, weights, quantize, device, gradients]
+        if any(each is not None for each in its):
+            raise ValueError(
+                f"policy={policy!r} beside arguments that it stands for: give optimizer, conductor, "
+                "host_limit and host_reserve beside a policy, and what else there is as its fields"
+            )
+        return apply(
+            model,
+            host_limit=host_limit,
+            host_reserve=host_reserve,
+            conductor=conductor,
+            optimizer=optimizer,
+            **arguments_of(policy),
+        )
     before = marks.existing_manager()
     config = OffloadConfig() if before is None else before.engine.config
     by_hand = weights is not None or gradients == "host" or optimizer is not None

@@ -18,6 +18,7 @@ except ImportError:
 from offload.apply import Applied, apply
 from offload.integrations import step_figures, with_optimizer
 from offload.modules.settings import WITHOUT_BLOCKS
+from offload.policies import without_policy
 
 
 class OffloadCallback(Callback):  # type: ignore[misc]
@@ -32,6 +33,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, module: str = "", **arguments: Any) -> None:
+        arguments = without_policy(arguments)
         if not module and arguments.get("mode", False) in WITHOUT_BLOCKS:
             raise ValueError(
                 f"mode={arguments['mode']!r} takes what the forward of a module saves, and Lightning calls "

@@ -23,6 +23,7 @@ from offload.apply import Applied, apply
 from offload.compat.torchtitan import settings
 from offload.integrations import step_figures
 from offload.modules.settings import RECOMPUTING, WITHOUT_BLOCKS
+from offload.policies import without_policy
 
 
 def offloaded(
@@ -36,6 +37,7 @@ def offloaded(
 
     Raises ValueError for settings of `config` that exclude offload, each with the way out.
     """
+    arguments = without_policy(arguments)
     mode = arguments.get("mode", "groups")
     if keys is not None and arguments:
         raise ValueError(f"offloaded got keys and {', '.join(arguments)}: give one of the two")

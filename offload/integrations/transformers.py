@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 from offload.apply import Applied, apply, is_applied
 from offload.integrations import step_figures, with_optimizer
 from offload.park import parked
+from offload.policies import without_policy
 from offload.telemetry.speaker import Once, speaker
 
 logger = speaker(__name__)
@@ -47,7 +48,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         if handle is not None and arguments:
             raise ValueError(f"OffloadCallback got a handle and {', '.join(arguments)}: give one of the two")
         self.handle = handle
-        self._arguments = None if handle is not None else arguments
+        self._arguments = None if handle is not None else without_policy(arguments)
         self._parks, self._applies = park_while_generating, bool(arguments) or not park_while_generating
         self._trainer: Any = None
         self._wrapped: list[tuple[Any, str]] = []

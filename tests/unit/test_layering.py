@@ -29,7 +29,7 @@ LEVELS: list[set[str]] = [
     {"auto"},  # mode "auto", which chooses by real steps
     {"process"},  # the manager that this process has
     {"marks"},
-    {"report", "plot", "park"},
+    {"report", "plot", "park", "policies"},
     {"apply", "load"},
     {"compare"},  # tries what apply does
     {"compat", "pipelining"},  # the sources' spellings, and torch's pipelines: adapters of all the rest
