@@ -15,13 +15,13 @@ from offload.disk.tier import DiskTier
 from offload.disk.worker import Worker
 from offload.engine import OffloadEngine
 from offload.memory.arena import Block
+from offload.policy.streamed import least_window
 from offload.transfer import engine as transfers
 from offload.transfer.copier import CopyWatcher
 from offload.transfer.limits import CONFIG, DEFAULT, PLAN, Cap, Contributor
 from offload.weights import choose
 from offload.weights.experts import ExpertWeight
 from offload.weights.gradients import GradientStream
-from offload.weights.keep import least_window
 from offload.weights.stream import WeightStream
 from offload.weights.window import Window
 

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.auto.rule import Cost as KindCost
-from offload.auto.rule import Rule, Trace
 from offload.checkpoint.hidden_states import BeforeAgain
 from offload.checkpoint.selective import Contexts, contexts_for
 from offload.device import Device, Event
@@ -34,6 +32,8 @@ from offload.planner.profiler import BlockProfiler
 from offload.planner.work import Ran
 from offload.policy.actions import ChunkKey
 from offload.policy.lengths import nearest
+from offload.policy.rule import Cost as KindCost
+from offload.policy.rule import Rule, Trace
 from offload.telemetry.speaker import speaker
 
 logger = speaker(__name__)

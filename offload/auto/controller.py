@@ -8,7 +8,7 @@ fits a total of device memory and takes the least time.
     step 4      the rule: as many whole blocks plain as fit, the others recomputed
     later       what is finer is tried in real steps, and followed where these are faster
 
-Here is what is done at a forward and at the end of a step. calls.py has how a call runs, rule.py how
+Here is what is done at a forward and at the end of a step. calls.py has how a call runs, policy/rule.py how
 many blocks fit, ladder.py what the next step does, memory.py what a step takes, plan.py the
 search's plan, beside.py the search on a thread, ranks.py how ranks whose blocks communicate do the same.
 
@@ -35,7 +35,6 @@ from offload.auto.memory import BLOCKS, AutoMemory
 from offload.auto.plan import AutoPlan, measure_link, pin_free
 from offload.auto.ranks import AutoRanks
 from offload.auto.rests import Rests
-from offload.auto.rule import Rule, Trace, probes
 from offload.checkpoint.hidden_states import BeforeAgain
 from offload.client import Client
 from offload.device import Device, Event
@@ -46,6 +45,7 @@ from offload.modules.root import ModelRoot
 from offload.params.view import local_of
 from offload.planner.explained import Explanation
 from offload.policy.actions import ChunkKey
+from offload.policy.rule import Rule, Trace, probes
 from offload.telemetry.records import StepStats
 from offload.telemetry.speaker import speaker
 

@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from offload.auto.ladder import Ladder, State
-from offload.auto.splits import Loads, Split, all_of, device_bytes, first_split, least_of, shared
 from offload.client import weakly
 from offload.compile.untraced import untraced
 from offload.engine import OffloadEngine
@@ -41,11 +40,12 @@ from offload.optim.convert import (
 )
 from offload.params.view import local_of
 from offload.planner.explained import KindShare
+from offload.policy.splits import Loads, Split, all_of, device_bytes, first_split, least_of, shared
+from offload.policy.streamed import least_window
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import speaker
 from offload.weights.choose import Choice
 from offload.weights.gradients import GradientStream, window_bytes
-from offload.weights.keep import least_window
 from offload.weights.slabs import Slab
 from offload.weights.stream import WeightStream
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from offload.auto.rule import Cost, Rule, Trace, fitting, moved_bytes, peak_bytes
+from offload.policy.rule import Cost, Rule, Trace, fitting, moved_bytes, peak_bytes
 
 _FIRST_AIM, _AIM = 0.99, 0.998
 """Of the total: before a step under a rule was measured, and since."""

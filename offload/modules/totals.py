@@ -19,10 +19,10 @@ from offload.errors import HostBudgetError
 from offload.memory.budget import default_host_limit_bytes
 from offload.optim.convert import host_and_device_bytes
 from offload.params.view import local_of
+from offload.policy.streamed import Size, least_window
 from offload.sizes import bytes_text, enough_text
 from offload.weights.choose import Choice
 from offload.weights.gradients import window_bytes
-from offload.weights.keep import Size, least_window
 
 
 class Part(NamedTuple):

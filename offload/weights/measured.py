@@ -15,9 +15,9 @@ import torch
 
 from offload.device import Device, Event
 from offload.ids import Owner
+from offload.policy.streamed import Size
 from offload.transfer.admission import Direction
 from offload.transfer.copier import Copier
-from offload.weights.keep import Size
 from offload.weights.order import Pass, Use
 
 _FIRST = 2

@@ -27,6 +27,7 @@ from offload.engine import OffloadEngine
 from offload.errors import CaptureError
 from offload.params.home import Claim, is_alone
 from offload.params.sections import check_budget
+from offload.policy.streamed import Plan, Size, best_plans, first_plan, least_window
 from offload.sizes import bytes_text, enough_text
 from offload.telemetry.records import ClientStats
 from offload.telemetry.speaker import Once, speaker
@@ -34,7 +35,6 @@ from offload.weights.choose import Choice
 from offload.weights.experts import Experts
 from offload.weights.figures import WeightFigures
 from offload.weights.hooks import HostState, refuse_without_values
-from offload.weights.keep import Plan, Size, best_plans, first_plan, least_window
 from offload.weights.measured import Measured, MeasuredStep
 from offload.weights.order import Order, Pass, Use
 from offload.weights.parameters import Parameters

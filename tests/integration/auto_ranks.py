@@ -22,10 +22,10 @@ import offload
 from offload import OffloadConfig, PipelineOffloadManager, configure
 from offload.auto import calls as block_calls
 from offload.auto import plan as auto_plan
-from offload.auto.rule import Rule, peak_bytes
 from offload.policy.actions import Rates
 from offload.policy.menu import Block
 from offload.policy.mixture import MixedPlan
+from offload.policy.rule import Rule, peak_bytes
 from tests.integration.apply_ranks import (
     MICROBATCHES,
     ROWS,

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import offload
 from offload import PipelineOffloadManager
-from offload.auto.splits import Loads, Split, device_bytes, first_split, shared, step_s
 from offload.optim import HybridDeviceOptimizer
+from offload.policy.splits import Loads, Split, device_bytes, first_split, shared, step_s
 from tests.unit.modules.allocated import AllocatedRun, allocated
 from tests.unit.modules.training import ROWS, WIDTH
 

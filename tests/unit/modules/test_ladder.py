@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offload import PipelineOffloadManager
 from offload.auto.ladder import Ended, Facts, Ladder, State
-from offload.auto.rule import Cost, Rule, Trace, fitting, peak_bytes
+from offload.policy.rule import Cost, Rule, Trace, fitting, peak_bytes
 from tests.unit.groups.stack import build_manager
 from tests.unit.modules.allocated import AllocatedDevice, AllocatedRun, allocated, counting
 from tests.unit.modules.training import ROWS, WIDTH

@@ -478,7 +478,7 @@ def test_dequantize_without_host_memory_leaves_int8() -> None:
 
 
 def test_the_warning_halves_its_tokens(caplog: pytest.LogCaptureFixture) -> None:
-    from offload.weights.keep import Size
+    from offload.policy.streamed import Size
     from offload.weights.measured import MeasuredStep
     from offload.weights.order import Pass, Use
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.weights.keep import Plan, Size, best_plans, first_plan, least_window, play
+from offload.policy.streamed import Plan, Size, best_plans, first_plan, least_window, play
 
 BLOCK = 466_000_000  # bytes, of Qwen2.5-7B in bf16
 WHOLE = Size(BLOCK, BLOCK)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import offload
 from offload import OffloadEngine, PipelineOffloadManager
 from offload.device.sim import SimDevice
-from offload.weights.keep import best_plans
+from offload.policy.streamed import best_plans
 from tests.inside import streaming_of, streams_from
 from tests.unit.groups.stack import installed
 

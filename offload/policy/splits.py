@@ -7,7 +7,7 @@ weights.
 Once a step was measured, the total is shared anew: of each kind a byte on the device spares so much time.
 
     activations   the recompute of blocks that run plain instead (rule.py)
-    weights       waits of compute for blocks that arrive, by the weights' own plan (weights/keep.py)
+    weights       waits of compute for blocks that arrive, by the weights' own plan (policy/streamed.py)
     gradients     their way in for the optimizer's step
     state         its way in and out there
 
