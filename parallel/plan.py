@@ -26,6 +26,7 @@ import torch
 from .dry_run import picture, report
 from .dry_run.answer import dry_run
 from .dry_run.job import Job, stages_of_job
+from .dry_run.kinds import SharedPlan, plan_of_all_kinds
 from .dry_run.measure import measured
 from .dry_run.models import KNOWN, ModelShape, known_model, model_from_config
 from .dry_run.rank_step import MODES
@@ -46,6 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
             picture.require_matplotlib()  # said before a long job is planned
         job = _job(given)
         stages = stages_of_job(job)
+        if given.all_kinds:
+            return _all_kinds(given, job, plan_of_all_kinds(job, stages))
         answer = dry_run(job, given.offload, stages)
         answers = {
             need.mode: answer if need.mode == answer.mode else dry_run(job, need.mode, stages)
@@ -60,6 +63,14 @@ def main(arguments: list[str] | None = None) -> int:
     as_json, as_text = report.as_json(answer, answers), report.lines(answer, answers)
     print(json.dumps(as_json, indent=1) if given.json else "\n".join(as_text))
     return FITS if answer.fits else DOES_NOT_FIT
+
+
+def _all_kinds(given: argparse.Namespace, job: Job, plan: SharedPlan | int) -> int:
+    if given.plot is not None:
+        raise ValueError("--plot draws a pipeline's step, of which --all-kinds makes none: leave one out")
+    as_json = {"least_bytes": plan} if isinstance(plan, int) else report.kinds_json(plan)
+    print(json.dumps(as_json, indent=1) if given.json else "\n".join(report.kinds_lines(job, plan)))
+    return DOES_NOT_FIT if isinstance(plan, int) else FITS
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,6 +120,13 @@ def _parser() -> argparse.ArgumentParser:
         help="of a parameter: AdamW with float32 masters has 12 (%(default)s)",
     )
     add("--offload", choices=list(MODES), default="off", help=_MODES_HELP)
+    add("--lora", type=int, default=0, help="rank of adapters; all else is frozen (0: all is trained)")
+    add(
+        "--all-kinds",
+        action="store_true",
+        help="weights, gradients and optimizer state share the total with activations, as "
+        "apply(optimizer=) in mode auto has it; of one GPU",
+    )
     add("--device-total-gb", type=float, help="what a GPU may hold in all (what it has)")
     add(
         "--other-gb", type=float, default=0.0, help="of that, what no tensor of the model takes (%(default)s)"
@@ -123,7 +141,8 @@ def _parser() -> argparse.ArgumentParser:
 def _job(given: argparse.Namespace) -> Job:
     for name in ("pp", "vpp", "tp", "dp", "ep", "sequence", "batch", "microbatches", "gpus_per_host"):
         _check(given, name, 1, math.inf, "")
-    _check(given, "optimizer_bytes", 0, math.inf, "")
+    for name in ("optimizer_bytes", "lora"):
+        _check(given, name, 0, math.inf, "")
     for name in ("gpu_gb", "gpu_tflops", "link_gbs"):
         _check(given, name, 0.001, 100_000, "")
     gpu = _gpu(given)
@@ -144,6 +163,7 @@ def _job(given: argparse.Namespace) -> Job:
         zero=given.zero,
         gradient_bytes=given.gradient_bytes,
         optimizer_bytes=given.optimizer_bytes,
+        lora=given.lora,
         gpus_per_host=given.gpus_per_host,
         other_bytes=_bytes(given.other_gb) or 0,
         device_total_bytes=_bytes(given.device_total_gb),

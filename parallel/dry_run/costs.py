@@ -36,6 +36,8 @@ class Piece:
     parameters: int
     expert_parameters: int
     """Parameters of routed experts, among `parameters`: fewer ranks share them."""
+    trained: int
+    """Parameters, among `parameters`, that an optimizer steps."""
     input_bytes: int
     output_bytes: int
     forward_s: float
@@ -114,6 +116,7 @@ def piece_of(
     *,
     gpus_per_host: int,
     expert_parameters: int = 0,
+    trained: int | None = None,
     halves: Halves | None = None,
 ) -> Piece:
     """checkpointed: the same module under torch's checkpoint; None for one that is no block of the engine, so
@@ -131,6 +134,7 @@ def piece_of(
         name=name,
         parameters=seen.parameters,
         expert_parameters=expert_parameters,
+        trained=seen.parameters if trained is None else trained,
         input_bytes=seen.input_bytes,
         output_bytes=seen.output_bytes,
         forward_s=sum(forward),

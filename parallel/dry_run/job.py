@@ -17,7 +17,7 @@ from offload.policy.actions import Action
 from .costs import Piece, piece_of
 from .models import ModelShape
 from .rates import Gpu
-from .reference import Cut, Embedding, Head, Layer
+from .reference import Cut, Embedding, Head, Layer, adapt
 from .simulate import Messages
 from .trace import trace, trace_halves
 
@@ -46,6 +46,8 @@ class Job:
     float32."""
     optimizer_bytes: int = 12
     """Bytes of one parameter: a float32 master and AdamW's two moments."""
+    lora: int = 0
+    """Rank of the adapters of each linear layer of a block; all else is frozen then. 0: all is trained."""
     gpus_per_host: int = 8
     other_bytes: int = 0
     """What else lies on the device: a library's workspaces, buffers of collectives, inputs."""
@@ -56,6 +58,8 @@ class Job:
 
     def __post_init__(self) -> None:
         self.cut.check(self.model)
+        if self.lora and (self.ranks > 1 or self.model.experts):
+            raise ValueError(f"--lora {self.lora} is of one GPU and of a model without experts")
         if self.zero not in (0, 1):
             raise ValueError(f"--zero is {self.zero}; 0 and 1 are described")
         if self.gradient_bytes not in (2, 4):
@@ -133,6 +137,10 @@ class Stage:
     def expert_parameters(self) -> int:
         return sum(piece.expert_parameters for piece in self.pieces)
 
+    @property
+    def trained(self) -> int:
+        return sum(piece.trained for piece in self.pieces)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
@@ -173,6 +181,8 @@ def stages_of_job(job: Job) -> tuple[Stage, ...]:
         return torch.empty(cut.tokens, dtype=torch.long, device="meta")
 
     def traced(name: str, module: nn.Module, make_input: Callable[[], Tensor], *, is_layer: bool) -> Piece:
+        if job.lora:
+            adapt(module, job.lora if is_layer else 0)
         experts = getattr(module, "experts", None)
         routed = 0 if experts is None else sum(w.numel() for w in (experts.gate, experts.up, experts.down))
         return piece_of(
@@ -182,6 +192,7 @@ def stages_of_job(job: Job) -> tuple[Stage, ...]:
             job.gpu,
             gpus_per_host=job.gpus_per_host,
             expert_parameters=routed,
+            trained=sum(own.numel() for own in module.parameters() if own.requires_grad),
             halves=trace_halves(module, make_input) if splits and name != "embedding" else None,
         )
 
@@ -208,17 +219,18 @@ def stages_of_job(job: Job) -> tuple[Stage, ...]:
 
 def held_by(job: Job, stages: Sequence[Stage]) -> Held:
     """Bytes that a rank with these stages holds. Optimizer state of experts is cut over fewer replicas."""
-    parameters = sum(stage.parameters for stage in stages)
+    parameters, trained = sum(own.parameters for own in stages), sum(own.trained for own in stages)
     experts = sum(stage.expert_parameters for stage in stages) if job.cut.ep > 1 else 0
     if job.model.tied and {stage.index for stage in stages} >= {0, job.num_stages - 1}:
         # one weight on one rank; the head's table is counted with the embedding's
-        parameters -= -(-job.model.vocabulary // job.cut.tp) * job.model.hidden
+        table = -(-job.model.vocabulary // job.cut.tp) * job.model.hidden
+        parameters, trained = parameters - table, trained - (0 if job.lora else table)
     replicas = job.dp if job.zero else 1
     expert_replicas = job.dp * job.cut.tp // job.cut.ep if job.zero else 1
     return Held(
         weights=WEIGHT_BYTES * parameters,
-        gradients=job.gradient_bytes * parameters,
-        optimizer=-(-job.optimizer_bytes * (parameters - experts) // replicas)
+        gradients=job.gradient_bytes * trained,
+        optimizer=-(-job.optimizer_bytes * (trained - experts) // replicas)
         - (-job.optimizer_bytes * experts // expert_replicas),
         other=job.other_bytes,
     )

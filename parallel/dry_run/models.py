@@ -57,6 +57,8 @@ class ModelShape:
     shared_experts: int = 0
     dense_layers: int = 0
     """Layers before the first with experts. All, where there are no experts."""
+    upcast_norms: bool = False
+    """RMSNorm in float32, by several kernels, as transformers' layers have it."""
     left_out: tuple[str, ...] = ()
     """What of the model is not described."""
 
@@ -165,6 +167,7 @@ def model_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         qkv_bias=bool(config.get("attention_bias", kind in _QKV_BIAS)),
         qk_norm=kind in _QK_NORM,
         tied=bool(config.get("tie_word_embeddings", kind == "smollm3")),  # a file leaves a class's own out
+        upcast_norms=True,
         left_out=_left_out(config),
     )
     experts = next(

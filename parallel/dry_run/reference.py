@@ -93,15 +93,21 @@ def _arrived(sent: Tensor) -> Tensor:
 
 
 class _Norm(nn.Module):
-    """A norm as one kernel. LayerNorm's, for RMSNorm too: it saves 4 bytes a row more (the mean)."""
+    """A norm as one kernel. LayerNorm's, for RMSNorm too: it saves 4 bytes a row more (the mean). upcast:
+    RMSNorm in float32 by a kernel each, as transformers' layers have it."""
 
-    def __init__(self, width: int, *, bias: bool) -> None:
+    def __init__(self, width: int, *, bias: bool = False, upcast: bool = False) -> None:
         super().__init__()
+        self.upcast = upcast
         self.weight = nn.Parameter(torch.empty(width, **_META))
         self.bias = nn.Parameter(torch.empty(width, **_META)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias)
+        if not self.upcast:
+            return functional.layer_norm(x, self.weight.shape, self.weight, self.bias)
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
 
 
 def _linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
@@ -141,8 +147,8 @@ class _Attention(nn.Module):
         self.k = _linear(model.hidden, kv_heads * model.head_dim, bias)
         self.v = _linear(model.hidden, kv_heads * model.head_dim, bias)
         self.out = _linear(heads * model.head_dim, model.hidden, model.bias)
-        self.q_norm = _Norm(model.head_dim, bias=False) if model.qk_norm else None
-        self.k_norm = _Norm(model.head_dim, bias=False) if model.qk_norm else None
+        self.q_norm = _Norm(model.head_dim, upcast=model.upcast_norms) if model.qk_norm else None
+        self.k_norm = _Norm(model.head_dim, upcast=model.upcast_norms) if model.qk_norm else None
         self.rotation = _Rotation(model.head_dim, cut) if model.rotary else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -167,10 +173,10 @@ class _LatentAttention(nn.Module):
         latent = model.latent
         self.plain_dim = model.head_dim - latent.rotary_dim
         self.query_down = _linear(model.hidden, latent.query_rank, False) if latent.query_rank else None
-        self.query_norm = _Norm(latent.query_rank, bias=False) if latent.query_rank else None
+        self.query_norm = _Norm(latent.query_rank, upcast=model.upcast_norms) if latent.query_rank else None
         self.query_up = _linear(latent.query_rank or model.hidden, self.heads * model.head_dim, False)
         self.down = _linear(model.hidden, latent.key_value_rank + latent.rotary_dim, False)
-        self.norm = _Norm(latent.key_value_rank, bias=False)
+        self.norm = _Norm(latent.key_value_rank, upcast=model.upcast_norms)
         self.up = _linear(latent.key_value_rank, self.heads * (self.plain_dim + latent.value_dim), False)
         self.out = _linear(self.heads * latent.value_dim, model.hidden, False)
         self.rotation = _Rotation(latent.rotary_dim, cut)
@@ -263,10 +269,10 @@ class Layer(nn.Module):
     def __init__(self, model: ModelShape, cut: Cut, kind: LayerKind = "dense") -> None:
         super().__init__()
         self.cut = cut
-        layer_norm = model.bias
-        self.attention_norm = _Norm(model.hidden, bias=layer_norm)
+        norms = {"bias": model.bias, "upcast": model.upcast_norms}
+        self.attention_norm = _Norm(model.hidden, **norms)
         self.attention = _Attention(model, cut) if model.latent is None else _LatentAttention(model, cut)
-        self.mlp_norm = _Norm(model.hidden, bias=layer_norm)
+        self.mlp_norm = _Norm(model.hidden, **norms)
         self.mlp = _Mlp(model, model.ffn // cut.tp) if kind == "dense" else None
         self.experts = _Experts(model, cut) if kind == "moe" else None
 
@@ -306,10 +312,34 @@ class Head(nn.Module):
     def __init__(self, model: ModelShape, cut: Cut) -> None:
         super().__init__()
         self.cut = cut
-        self.norm = _Norm(model.hidden, bias=model.bias)
+        self.norm = _Norm(model.hidden, bias=model.bias, upcast=model.upcast_norms)
         self.logits = _linear(model.hidden, -(-model.vocabulary // cut.tp), False)
 
     def forward(self, x: Tensor) -> Tensor:
         logits = self.logits(_gathered(self.norm(x), self.cut))
         targets = torch.empty(self.cut.tokens, dtype=torch.long, device="meta")
         return functional.cross_entropy(logits.float(), targets)
+
+
+class _Adapted(nn.Module):
+    """A frozen linear layer with an adapter beside it, as peft has it without dropout."""
+
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.linear = linear
+        self.first = _linear(linear.in_features, rank, False)
+        self.second = _linear(rank, linear.out_features, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x) + self.second(self.first(x)) * 1.0
+        return made
+
+
+def adapt(module: nn.Module, rank: int) -> None:
+    """Freeze the module, and give its linear layers adapters of this rank; 0: none."""
+    module.requires_grad_(False)
+    if rank:
+        for parent in [*module.modules()]:
+            for name, child in [*parent.named_children()]:
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, _Adapted(child, rank))

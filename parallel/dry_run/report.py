@@ -9,6 +9,8 @@ from typing import Any
 from offload.policy.actions import Rates
 
 from .answer import DryRun, PositionNeed
+from .job import Job
+from .kinds import SharedPlan
 from .rank_step import Mode
 
 GB = 1e9
@@ -57,6 +59,39 @@ def as_json(answer: DryRun, answers: Answers) -> dict[str, Any]:
         "left_out": list(answer.left_out),
         "sources": dict(job.gpu.sources),
     }
+
+
+def kinds_json(plan: SharedPlan) -> dict[str, Any]:
+    """The shares of all kinds: bytes and seconds."""
+    found = asdict(plan) | {"loads": plan.loads._asdict(), "split": plan.split._asdict()}
+    return found | {"step_s": plan.step_s, "fits": True}
+
+
+def kinds_lines(job: Job, plan: SharedPlan | int) -> list[str]:
+    """The shares of all kinds in words. plan: the least bytes that would fit, where none does."""
+    total = f"{job.limit_bytes / GB:.1f} GB"
+    if isinstance(plan, int):
+        return [
+            f"does not fit: with all that can wait on the host, a step takes {plan / GB:.1f} of {total}; "
+            "give more, or fewer tokens a microbatch, or --lora"
+        ]
+    loads, split = plan.loads, plan.split
+    gradients = loads.gradients if split.gradients else loads.least_gradients
+    state = split.state + (loads.ring if split.state < loads.state else 0)
+    rows = [
+        ("weights of blocks", split.weights, loads.weights),
+        ("gradients", gradients, loads.gradients),
+        ("optimizer's state", state, loads.state),
+    ]
+    inputs = "leave" if plan.moves else "stay"
+    return [
+        f"{job.model.name}: {plan.blocks} blocks on one {job.gpu.name}, {job.cut.tokens} tokens a microbatch",
+        f"step {plan.step_s:.3f} s: compute {plan.compute_s:.3f}, recompute {plan.recompute_s:.3f}, "
+        f"waits for weights {plan.waits_s:.3f}, optimizer {plan.optimizer_s:.3f}",
+        *(f"{name}: {here / GB:.2f} GB on the device, of {all_of / GB:.2f}" for name, here, all_of in rows),
+        f"activations: {plan.plain} of {plan.blocks} blocks plain, inputs of the others {inputs}",
+        f"fits: {plan.peak_bytes / GB:.1f} of {total}",
+    ]
 
 
 def _position_json(answer: DryRun, position: PositionNeed) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def trace(
     make_input: a new input; it gets a gradient if its type can have one.
     recompute: under torch's checkpoint, with `context_fn` if that is given.
     """
-    for parameter in module.parameters():
+    for parameter in (own for own in module.parameters() if own.requires_grad):
         # the first microbatch of a step makes them, what comes after adds
         parameter.grad = torch.zeros_like(parameter)
     x = make_input()
@@ -114,13 +114,14 @@ def trace(
     forward, forward_peak = seen.calls(), seen.peak_bytes
     output_bytes = y.untyped_storage().nbytes()
     gradient = torch.empty_like(y)
-    edge = get_gradient_edge(y)
+    edge = get_gradient_edge(y) if y.requires_grad else None  # an embedding that is frozen has none
     # what follows in the backward has let it go
     del y
     seen.begin_backward()
     with seen:
         seen.alive([gradient])
-        torch.autograd.backward(edge, gradient)
+        if edge is not None:
+            torch.autograd.backward(edge, gradient)
     return Trace(
         forward=forward,
         backward=seen.calls(),
