@@ -28,32 +28,20 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).resolve().parent.parent
-for _folder in (str(_ROOT), str(_ROOT / "scripts")):
-    if _folder not in sys.path:
-        sys.path.insert(0, _folder)
+import torch
+from torch import nn
 
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-
-import offload  # noqa: E402
-from bench.families import FAMILIES, Setting  # noqa: E402
-from bench.measure import Clock  # noqa: E402
-from bench.run import (  # noqa: E402
-    NEEDS_GPU,
-    Run,
-    SkippedError,
-    add_run_options,
-    answer_child,
-    hardware,
-    outcome,
-)
-from bench.weights import GB, Shape  # noqa: E402
-from bench.weights_70b import Unchecked  # noqa: E402
-from bench_model import Trainer  # noqa: E402
+import bench  # noqa: F401
+import offload
+from bench.families import FAMILIES, Setting
+from bench.measure import Clock
+from bench.run import Run, SkippedError, check_names, hardware, main_of, numbers, outcome, parser_of
+from bench.table import cells_line, reason_line, ruled
+from bench.weights import GB, Shape
+from bench.weights_70b import Unchecked
+from bench_model import Trainer
 
 MODES = {"plain": None, "moved": "hidden_states", "recomputed": "checkpoint"}
 PLACES = ("resident", "half", "host")
@@ -222,25 +210,18 @@ def _split(
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, row_timeout_s=180.0)
     parser.add_argument("--works", default="full,lora,moe,fits", help=f"of {', '.join(WORKS)} (%(default)s)")
     parser.add_argument("--rows", help=f"of auto, {', '.join(SPLITS)} (all)")
     parser.add_argument("--device-total-gb", help="totals in GB of 1e9, as 24,48, instead of a work's own")
     parser.add_argument("--layers", type=int, help="instead of a shape's own; not of moe")
     parser.add_argument("--samples", type=int, default=5, help="timed steps a row (%(default)s)")
-    add_run_options(parser, row_timeout_s=180.0)
     parsed = parser.parse_args(arguments)
     parsed.works = parsed.works.split(",")
     parsed.rows = None if parsed.rows is None else parsed.rows.split(",")
-    for what, given, known in (("works", parsed.works, WORKS), ("rows", parsed.rows, ("auto", *SPLITS))):
-        if unknown := [name for name in given or () if name not in known]:
-            parser.error(f"unknown {what} {', '.join(unknown)}; known are {', '.join(known)}")
-    try:
-        parsed.totals = [float(one) for one in (parsed.device_total_gb or "").split(",") if one]
-    except ValueError:
-        parser.error(f"--device-total-gb is {parsed.device_total_gb!r}; must be numbers, as 24,48")
+    check_names(parser, parsed.works, WORKS, "works")
+    check_names(parser, parsed.rows or (), ("auto", *SPLITS), "rows")
+    parsed.totals = numbers(parser, "--device-total-gb", parsed.device_total_gb)
     return parsed
 
 
@@ -268,10 +249,6 @@ HEADER = "| work | row | ms | active GB | in any step | passed its total | model
 ASKED = "| work | within GB | asked | measured | best split | its ms | auto's ms | passed | splits |"
 
 
-def ruled(header: str) -> str:
-    return f"{header}\n{'|---' * header.count(' | ')}|---|"
-
-
 def passed(row: dict[str, Any]) -> str:
     if not row["total_bytes"]:
         return ""
@@ -280,11 +257,11 @@ def passed(row: dict[str, Any]) -> str:
 
 def line(row: dict[str, Any]) -> str:
     if row["status"] != "ok":
-        return f"| {row['work']} | {row['label']} | {row['status']}: {row.get('reason', '')} |"
+        return reason_line([row["work"], row["label"]], row)
     cells = [row["work"], row["label"], f"{row['ms']:.1f}"]
     cells += [f"{row[name] / GB:.2f}" for name in ("active_bytes", "active_any_bytes")]
     steps = f"{row['settle']}{'' if row.get('final', True) else ', not final'}"
-    return "| " + " | ".join([*cells, passed(row), f"{row['tflop_s']:.0f}", steps]) + " |"
+    return cells_line([*cells, passed(row), f"{row['tflop_s']:.0f}", steps])
 
 
 def compared(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -322,28 +299,26 @@ def asked_line(one: dict[str, Any]) -> str:
         cells += ["no split fits, or none ran", "", ""]
     else:
         cells += [f"{one['measured']:.3f}", one["best"][0], f"{one['best'][1]:.1f}"]
-    return "| " + " | ".join([*cells, f"{one['ms']:.1f}", one["passed"], str(one["splits"])]) + " |"
+    return cells_line([*cells, f"{one['ms']:.1f}", one["passed"], str(one["splits"])])
+
+
+def run_rows(run: Run) -> None:
+    """Every work's rows, then what was asked for."""
+    args = run.args
+    print(*run.header_lines(hardware()), ruled(HEADER), sep="\n", flush=True)
+    for name in args.works:
+        for request in requests(name, args):
+            about = {"work": name, "row": request.row, "label": request.label}
+            about |= {"total_bytes": request.total_bytes, "request": asdict(request)}
+            result = run.keep(about | run.measure(request, run_row, here=args.tiny))
+            print(line(result), flush=True)
+    run.record["asked"] = [*compared(run.results)]
+    print("", ruled(ASKED), *map(asked_line, run.record["asked"]), sep="\n", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    if args.child is not None:
-        return answer_child(args.child, run_row)
-    if not args.tiny and not torch.cuda.is_available():
-        print(NEEDS_GPU)
-        return 2
-    with Run(__file__, args, arguments) as run:
-        print(*run.header_lines(hardware()), ruled(HEADER), sep="\n", flush=True)
-        rows: list[dict[str, Any]] = []
-        for name in args.works:
-            for request in requests(name, args):
-                about = {"work": name, "row": request.row, "label": request.label}
-                about |= {"total_bytes": request.total_bytes, "request": asdict(request)}
-                rows.append(run.keep(about | run.measure(request, run_row, here=args.tiny)))
-                print(line(rows[-1]), flush=True)
-        run.record["asked"] = [*compared(rows)]
-        print("", ruled(ASKED), *map(asked_line, run.record["asked"]), sep="\n", flush=True)
-        return run.end()
+    return main_of(__file__, args, arguments, run_rows, run_row)
 
 
 if __name__ == "__main__":

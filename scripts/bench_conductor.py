@@ -19,36 +19,30 @@ a copy that it needs. One invariant: gradients of both arms have the same bits.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).resolve().parent.parent
-for _folder in (str(_ROOT), str(_ROOT / "scripts")):
-    if _folder not in sys.path:
-        sys.path.insert(0, _folder)
+import torch
+from torch import Tensor, nn
 
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-import offload  # noqa: E402
-from bench import gradients  # noqa: E402
-from bench.conflicts import CONFLICTS, stalls_ms  # noqa: E402
-from bench.run import NEEDS_GPU, hardware  # noqa: E402
-from bench.weights import TINY, Model, Shape, bits_of  # noqa: E402
-from offload import process  # noqa: E402
-from offload.conductor import Conductor, ConductorConfig  # noqa: E402
-from offload.device.sim import SimDevice  # noqa: E402
-from offload.engine import OffloadEngine  # noqa: E402
-from offload.groups.manager import GroupsManager  # noqa: E402
+import bench  # noqa: F401
+import offload
+from bench import gradients
+from bench.conflicts import CONFLICTS, stalls_ms
+from bench.run import Run, hardware, main_of, outcome, parser_of
+from bench.table import cells_line, reason_line, ruled
+from bench.weights import TINY, Model, Shape, bits_of
+from offload import process
+from offload.conductor import Conductor, ConductorConfig
+from offload.device.sim import SimDevice
+from offload.engine import OffloadEngine
+from offload.groups.manager import GroupsManager
 
 LINK_GB_S, BOTH_GB_S = 55.0, 100.0
 BLOCK_WEIGHTS, TOKEN_S, SIM_GB_S = 233e6, 2 / 600e12, 50.7
@@ -247,7 +241,7 @@ def line(row: dict[str, Any]) -> str:
     stall = f"{row['stall_ms']['without']:.1f} / {row['stall_ms']['with']:.1f}"
     cells = [row["work"], f"{without:.1f}", f"{with_it:.1f}", f"{row['ratio']:.4f}", f"{law_ms:.1f}"]
     cells += [f"{with_it / law_ms:.3f}", stall, str(row["denied"]), "equal" if row["bits"] else "DIFFER"]
-    return f"| {' | '.join(cells)} |"
+    return cells_line(cells)
 
 
 def conflicts(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -265,64 +259,57 @@ def conflicts(options: argparse.Namespace) -> list[dict[str, Any]]:
 def conflict_line(row: dict[str, Any]) -> str:
     without, with_it = row["stall_ms"]["without"], row["stall_ms"]["with"]
     cells = [row["conflict"], f"{without:.2f}", f"{with_it:.2f}", f"{with_it / without:.3f}"]
-    return f"| {' | '.join([*cells, ASKED.get(row['conflict'], '0.5')])} |"
+    return cells_line([*cells, ASKED.get(row["conflict"], "0.5")])
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, row_timeout_s=1800.0)
     parser.add_argument("--work", choices=(*WORKS, "conflicts"), help="(every one)")
     parser.add_argument("--tokens", type=int, help="of one sequence (4,096 and 16,384)")
     parser.add_argument("--layers", type=int, help="(28 and 8)")
     parser.add_argument("--samples", type=int, help="pairs of steps (10 and 4); of a conflict (10)")
     parser.add_argument("--warmup", type=int, default=4, help="steps before them (%(default)s)")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write every figure as JSON")
-    parser.add_argument("--tiny", action="store_true", help="tiny blocks on the simulated device's clock")
-    parser.add_argument("--child", choices=("away", "here"), help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
     if parsed.tiny:
         parsed.samples, parsed.warmup = parsed.samples or 3, 3
-    elif not torch.cuda.is_available():
-        parser.error(NEEDS_GPU)
     return parsed
 
 
-def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
-    if options.child is not None:
-        print(json.dumps(run(options) if options.child == "away" else seconds_by_pass(options)))
-        return
-    print("simulated" if options.tiny else hardware(), f"torch {torch.__version__}", sep="\n")
-    works = [*WORKS, "conflicts"] if options.work is None else [options.work]
+def run_arm(options: argparse.Namespace) -> dict[str, Any]:
+    """Steps of a work whose bytes are on the host, or, on the device, the seconds of each pass."""
+    away = options.arm == "away"
+    return outcome({}, lambda: run(options) if away else {"compute_s": seconds_by_pass(options)})
+
+
+def run_work(bench_run: Run, work: str) -> None:
+    made: dict[str, Any] = {"work": work}
+    for arm in ("away", "here"):
+        options = argparse.Namespace(**vars(bench_run.args) | {"work": work, "arm": arm, "label": work})
+        made |= bench_run.measure(options)
+        if made["status"] != "ok":
+            print(reason_line([work], bench_run.keep(made)), flush=True)
+            return
+    print(line(bench_run.keep(made)), flush=True)
+
+
+def run_works(bench_run: Run) -> None:
+    args = bench_run.args
+    print(*bench_run.header_lines(hardware()), sep="\n")
+    works = [*WORKS, "conflicts"] if args.work is None else [args.work]
     if works != ["conflicts"]:
-        print(HEADER, "|---" * HEADER.count(" | ") + "|---|", sep="\n", flush=True)
-    given = sys.argv[1:] if arguments is None else arguments
-    found: list[dict[str, Any]] = []
+        print(ruled(HEADER), flush=True)
     for work in works:
         if work == "conflicts":
-            print(CONFLICT_HEADER, "|---" * CONFLICT_HEADER.count(" | ") + "|---|", sep="\n")
-            rows = conflicts(options)
-            print(*map(conflict_line, rows), sep="\n", flush=True)
-            found += rows
-            continue
-        made: dict[str, Any] = {}
-        for child in (
-            "away",
-            "here",
-        ):  # each in a process of its own: the allocator of one would change the next
-            command = [sys.executable, __file__, *given, "--work", work, "--child", child]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                print(f"| {work} | failed: {(done.stderr.strip().splitlines() or [''])[-1]} |", flush=True)
-                break
-            made[child] = json.loads(done.stdout.splitlines()[-1])
+            print(ruled(CONFLICT_HEADER))
+            for row in conflicts(args):
+                print(conflict_line(bench_run.keep({"status": "ok", **row})), flush=True)
         else:
-            found.append(made["away"] | {"compute_s": made["here"]})
-            print(line(found[-1]), flush=True)
-    if options.out is not None:
-        options.out.write_text(json.dumps(found))
+            run_work(bench_run, work)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return main_of(__file__, parse(arguments), arguments, run_works, run_arm)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -22,31 +22,27 @@ import os
 import statistics
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-_SCRIPTS = Path(__file__).resolve().parent
-for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
-    if _folder not in sys.path:
-        sys.path.insert(0, _folder)
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch.distributed.fsdp import (  # noqa: E402
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
-from torch.nn import functional  # noqa: E402
+from torch.nn import functional
 
-import offload  # noqa: E402
-from bench import gradients  # noqa: E402
-from bench.measure import Clock  # noqa: E402
-from bench.optim_work import ADAMW, TINY, FusedStack, OptimShape  # noqa: E402
-from bench.run import NEEDS_GPU, Run, add_run_options, answer_child, hardware  # noqa: E402
-from offload.optim import FSDPGPUOptimizerWrapper  # noqa: E402
-from parallel.launch import Rank, Ranks, choose_device, launched, ranks_from_environment, run_rank  # noqa: E402
+import bench  # noqa: F401
+import offload
+from bench import gradients
+from bench.measure import Clock
+from bench.optim_work import ADAMW, TINY, FusedStack, OptimShape
+from bench.run import Run, answer_child, hardware, main_of, parser_of
+from bench.table import reason_line, ruled
+from offload.optim import FSDPGPUOptimizerWrapper
+from parallel.launch import Rank, Ranks, choose_device, launched, ranks_from_environment, run_rank
 
 GB = 1e9
 PEER, WRAPPER = "cpu_offload_policy", "wrapper"
@@ -163,9 +159,7 @@ def answer(request: Request, ranks: Ranks) -> dict[str, Any] | None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, row_timeout_s=240.0)
     parser.add_argument("--ranks", type=int, help="processes, one a GPU (all GPUs; 2 with --tiny)")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="(all)")
     parser.add_argument("--layers", type=int, default=20, help="243 M parameters each (%(default)s)")
@@ -173,7 +167,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", help="of each rank, a row of the peer each (this host's cores / ranks)")
     parser.add_argument("--samples", type=int, default=5, help="timed steps a row (%(default)s)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (%(default)s)")
-    add_run_options(parser, row_timeout_s=240.0)
     parsed = parser.parse_args(arguments)
     parsed.ranks = parsed.ranks or (2 if parsed.tiny else max(1, torch.cuda.device_count()))
     share = max(1, len(os.sched_getaffinity(0)) // parsed.ranks)
@@ -184,7 +177,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def line(result: dict[str, Any], nothing: dict[str, Any] | None, peer_ms: float | None) -> str:
     label = f"{result['row']}, {result['threads']} threads" if result["row"] == PEER else result["row"]
     if result["status"] != "ok":
-        return f"| {label} | {result['status']}: {result.get('reason', '')} |"
+        return reason_line([label], result)
     ranks = result["ranks"]
     worst = {
         name: max(rank[name] for rank in ranks)
@@ -205,17 +198,14 @@ def run_rows(run: Run) -> None:
     base = Request(
         row="", threads=args.threads[0], shape=shape, samples=args.samples, warmup=args.warmup, tiny=args.tiny
     )
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc-per-node", str(args.ranks)]
     print(*run.header_lines(hardware()), sep="\n")
     print(f"{args.ranks} ranks, {shape.parameters / GB:.2f} G parameters, {shape.sequence} tokens a rank")
-    print(f"| row | step ms | step() ms | / {PEER} | active GB | reserved | pinned | bits |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(ruled(f"| row | step ms | step() ms | / {PEER} | active GB | reserved | pinned | bits |"))
     nothing, peer_ms = None, None
     for row in (row for row in ROWS if row in args.rows):
         for threads in args.threads if row == PEER else args.threads[:1]:
             asked = replace(base, row=row, threads=threads)
-            found = run.measure(asked, _no_rank_here, launcher=launcher)
+            found = run.measure(asked, ranks=args.ranks)
             said = [text for text in found.get("stderr", "").splitlines() if text.startswith("rank ")]
             if found["status"] == "failed" and said:
                 found["reason"] = said[0]
@@ -228,21 +218,12 @@ def run_rows(run: Run) -> None:
             print(line(result, nothing, peer_ms), flush=True)
 
 
-def _no_rank_here(request: Any) -> dict[str, Any]:
-    raise AssertionError("torchrun starts the ranks")
-
-
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     if args.child is not None:
         ranks = ranks_from_environment()
         run_rank(lambda: answer_child(args.child, functools.partial(answer, ranks=ranks)), ranks)
-    if not args.tiny and not torch.cuda.is_available():
-        print(NEEDS_GPU)
-        return 2
-    with Run(__file__, args, arguments) as run:
-        run_rows(run)
-        return run.end()
+    return main_of(__file__, args, arguments, run_rows)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import time
@@ -37,26 +36,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-_SCRIPTS = Path(__file__).resolve().parent
-for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
-    if _folder not in sys.path:
-        sys.path.insert(0, _folder)
+import torch
 
-import torch  # noqa: E402
-
-import offload  # noqa: E402
-from bench import gradients, model_table  # noqa: E402
-from bench.families import FAMILIES, GROUPS, LLAMA, Setting  # noqa: E402
-from bench.measure import Clock  # noqa: E402
-from bench.rule import Rule  # noqa: E402
-from bench.run import (  # noqa: E402
-    NEEDS_GPU,
+import bench  # noqa: F401
+import offload
+from bench import gradients, model_table
+from bench.families import FAMILIES, GROUPS, LLAMA, Setting
+from bench.measure import Clock
+from bench.rule import Rule
+from bench.run import (
     Run,
     SkippedError,
-    add_run_options,
-    answer_child,
+    check_names,
+    check_positive,
     hardware,
+    main_of,
+    numbers,
     outcome,
+    parser_of,
 )
 
 GB = 1e9
@@ -113,9 +110,7 @@ class ModelRequest:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, row_timeout_s=75.0)
     parser.add_argument(
         "--models", help=f"of {', '.join((*GROUPS, *FAMILIES))} (llama; config, where --config is given)"
     )
@@ -133,41 +128,26 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--beside-plain", action="store_true", help="time plain steps in each row's process, after its own"
     )
-    add_run_options(parser, row_timeout_s=75.0)
     parsed = parser.parse_args(arguments)
     named = (parsed.models or ("llama" if parsed.config is None else "config")).split(",")
     parsed.models = [model for name in named if name for model in GROUPS.get(name, (name,))]
     parsed.rows = [name for name in parsed.rows.split(",") if name]
-    for what, given, known in (("models", parsed.models, FAMILIES), ("rows", parsed.rows, ROWS)):
-        if unknown := [name for name in given if name not in known]:
-            parser.error(f"unknown {what} {', '.join(unknown)}; known are {', '.join(known)}")
+    check_names(parser, parsed.models, FAMILIES, "models")
+    check_names(parser, parsed.rows, ROWS, "rows")
     if parsed.device_total_gb and parsed.totals:
         parser.error("--device-total-gb and --totals both give the totals; give one of them")
     if parsed.total_number and (parsed.device_total_gb or parsed.totals):
         parser.error(
             "--total-number chooses one of the model's own totals; leave it out where totals are given"
         )
-    parsed.totals_gb = _numbers(parser, "--device-total-gb", parsed.device_total_gb)
-    parsed.shares = _numbers(parser, "--totals", parsed.totals)
+    parsed.totals_gb = numbers(parser, "--device-total-gb", parsed.device_total_gb)
+    parsed.shares = numbers(parser, "--totals", parsed.totals)
     if parsed.config is not None and not parsed.config.is_file():
         parser.error(f"--config {parsed.config} is no file; give the config.json of a model of transformers")
     if "config" in parsed.models and parsed.config is None:
         parser.error("the model config needs --config FILE")
-    for name in ("sequence", "batch", "samples", "layers"):
-        given = getattr(parsed, name)
-        if given is not None and given < 1:
-            parser.error(f"--{name} is {given}; it must be at least 1")
+    check_positive(parser, parsed, "sequence", "batch", "samples", "layers")
     return parsed
-
-
-def _numbers(parser: argparse.ArgumentParser, option: str, text: str | None) -> list[float]:
-    try:
-        found = [float(one) for one in text.split(",")] if text is not None else []
-    except ValueError:
-        found = [0.0]
-    if not all(0 < one < math.inf for one in found):
-        parser.error(f"{option} is {text!r}; must be numbers above 0, as 12,14.5")
-    return found
 
 
 def request_for(
@@ -450,20 +430,17 @@ def _keep_explained(run: Run, result: Mapping[str, Any]) -> None:
             print(*lines, sep="\n", file=file)
 
 
+def run_models(run: Run) -> None:
+    if run.args.out:
+        Path(run.args.out).with_suffix(".explain.txt").unlink(missing_ok=True)
+    print(*run.header_lines(hardware()), model_table.header_lines(), sep="\n", flush=True)
+    for model in run.args.models:
+        run_model(run, model)
+
+
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    if args.child is not None:
-        return answer_child(args.child, run_row)
-    if not args.tiny and not torch.cuda.is_available():
-        print(NEEDS_GPU)
-        return 2
-    if args.out:
-        Path(args.out).with_suffix(".explain.txt").unlink(missing_ok=True)
-    with Run(__file__, args, arguments) as run:
-        print(*run.header_lines(hardware()), model_table.header_lines(), sep="\n", flush=True)
-        for model in args.models:
-            run_model(run, model)
-        return run.end()
+    return main_of(__file__, args, arguments, run_models, run_row)
 
 
 if __name__ == "__main__":

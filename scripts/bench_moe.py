@@ -29,22 +29,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-_SCRIPTS = Path(__file__).resolve().parent
-for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
-    if _folder not in sys.path:
-        sys.path.insert(0, _folder)
-
-import torch  # noqa: E402
-
-import bench_model  # noqa: E402
-from bench import report  # noqa: E402
-from bench.run import NEEDS_GPU, Run, add_run_options, answer_child, hardware  # noqa: E402
-from mixtures import child, configs  # noqa: E402
-from mixtures.configs import ConfigRequest  # noqa: E402
-from mixtures.job import MixtureRequest  # noqa: E402
-from mixtures.report import asked_lines, facts_line, note_line  # noqa: E402
-from mixtures.rows import ROWS, ROWS_OF  # noqa: E402
-from mixtures.work import TRANSFORMERS, WORKS, Work, tiny  # noqa: E402
+import bench_model
+from bench import report
+from bench.run import Run, check_names, check_positive, hardware, main_of, parser_of
+from mixtures import child, configs
+from mixtures.configs import ConfigRequest
+from mixtures.job import MixtureRequest
+from mixtures.report import asked_lines, facts_line, note_line
+from mixtures.rows import ROWS, ROWS_OF
+from mixtures.work import TRANSFORMERS, WORKS, Work, tiny
 
 GB = 1e9
 USUAL_WORKS = (*WORKS, "transformers")
@@ -56,9 +49,7 @@ Rows = dict[str, dict[str, Any]]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, row_timeout_s=150.0)
     parser.add_argument(
         "--work",
         default="all",
@@ -85,25 +76,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, help="timed steps a row, instead of each work's own")
     parser.add_argument("--host-limit-gb", type=float, default=110.0, help="pinned bytes (%(default)s)")
     parser.add_argument("--no-gradients", action="store_true", help="leave out the comparison of gradients")
-    add_run_options(parser, row_timeout_s=150.0)
     parsed = parser.parse_args(arguments)
     parsed.works = USUAL_WORKS if parsed.work == "all" else tuple(filter(None, parsed.work.split(",")))
-    if unknown := [name for name in parsed.works if name not in ALL_WORKS]:
-        parser.error(f"unknown works {', '.join(unknown)}; known are {', '.join(ALL_WORKS)}")
+    check_names(parser, parsed.works, ALL_WORKS, "works")
     parsed.rows = None if parsed.rows is None else tuple(filter(None, parsed.rows.split(",")))
     known = {*ROWS, *(bench_model.ROWS if "transformers" in parsed.works else ())}
-    if unknown := [name for name in parsed.rows or () if name not in known]:
-        parser.error(f"unknown rows {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    check_names(parser, parsed.rows or (), sorted(known), "rows")
     if not 0 < parsed.kept <= 1:
         parser.error(f"--kept is {parsed.kept}; it is a share, above 0 and at most 1")
     try:
         parsed.configs = [configs.read_config(path) for path in parsed.config or configs.FILES]
     except ValueError as error:
         parser.error(str(error))
-    for name in ("layers", "samples"):
-        given = getattr(parsed, name)
-        if given is not None and given < 1:
-            parser.error(f"--{name} is {given}; it must be at least 1")
+    check_positive(parser, parsed, "layers", "samples")
     return parsed
 
 
@@ -252,25 +237,19 @@ def run_row(request: Any) -> dict[str, Any]:
     return child.run_row(request) if isinstance(request, MixtureRequest) else bench_model.run_row(request)
 
 
+def run_works(run: Run) -> None:
+    print(*run.header_lines(hardware()), report.HEADER, sep="\n", flush=True)
+    for name in run.args.works:
+        if name == "transformers":
+            run_transformers(run)
+        elif name == "configs":
+            run_configs(run)
+        else:
+            run_work(run, work_named(name, run.args))
+
+
 def main(arguments: list[str] | None = None) -> int:
-    args = parse(arguments)
-    if args.tiny:
-        torch.set_num_threads(1)  # operations this small only lose by threads
-    if args.child is not None:
-        return answer_child(args.child, run_row)
-    if not args.tiny and not torch.cuda.is_available():
-        print(NEEDS_GPU)
-        return 2
-    with Run(__file__, args, arguments) as run:
-        print(*run.header_lines(hardware()), report.HEADER, sep="\n", flush=True)
-        for name in args.works:
-            if name == "transformers":
-                run_transformers(run)
-            elif name == "configs":
-                run_configs(run)
-            else:
-                run_work(run, work_named(name, args))
-        return run.end()
+    return main_of(__file__, parse(arguments), arguments, run_works, run_row)
 
 
 if __name__ == "__main__":

@@ -13,28 +13,21 @@ first alternates. One invariant: nothing but the net's two constants changes bet
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 
-_SCRIPTS = Path(__file__).resolve().parent
-for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
-    if _folder not in sys.path:
-        sys.path.insert(0, _folder)
+import torch
 
-import torch  # noqa: E402
-
-import bench_model  # noqa: E402
-import offload  # noqa: E402
-from bench import child, ours, rows  # noqa: E402
-from bench.measure import Clock, run_step  # noqa: E402
-from bench.rows import RowOptions  # noqa: E402
-from bench.run import NEEDS_GPU, hardware  # noqa: E402
-from offload.checkpoint import net  # noqa: E402
+import bench_model
+import offload
+from bench import child, ours, rows
+from bench.measure import Clock, run_step
+from bench.rows import RowOptions
+from bench.run import Run, check_names, hardware, main_of, parser_of
+from offload.checkpoint import net
 
 WORKS = ("W1", "llama")
 _SETTLING = 6
@@ -90,23 +83,19 @@ def turns(step: Callable[[], None], clock: Clock, *, turns: int, steps: int) -> 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--work", default=",".join(WORKS), help="comma-separated (%(default)s)")
     parser.add_argument("--turns", type=int, default=8, help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="in each half of a turn (%(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="in tiny sizes, on the simulated device")
     args = parser.parse_args(arguments)
-    works = args.work.split(",")
-    if unknown := [name for name in works if name not in WORKS]:
-        parser.error(f"unknown works {', '.join(unknown)}; known are {', '.join(WORKS)}")
-    if not args.tiny and not torch.cuda.is_available():
-        print(NEEDS_GPU)
-        return 2
-    about = hardware()
-    print(f"{about.get('gpu', 'no GPU (tiny)')}, torch {about['torch']}, {date.today()}")
-    for name in works:
+    check_names(parser, args.work.split(","), WORKS, "works")
+    return main_of(__file__, args, arguments, run_works)
+
+
+def run_works(run: Run) -> int:
+    args = run.args
+    print(run.header_lines(hardware())[0])
+    for name in args.work.split(","):
         clock = Clock(torch.device("cpu" if args.tiny else "cuda"))
         opened = {"W1": _stack, "llama": _llama}[name]
         with opened(args.tiny, clock) as step:
@@ -119,6 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"the middle, {ratios[0]:.4f} least, {ratios[-1]:.4f} most",
             flush=True,
         )
+        run.keep({"work": name, "status": "ok", "turns": found})
     return 0
 
 

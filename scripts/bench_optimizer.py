@@ -19,20 +19,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
-_SCRIPTS = Path(__file__).resolve().parent
-for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
-    if _folder not in sys.path:
-        sys.path.insert(0, _folder)
-
-import torch  # noqa: E402
-
-from bench import optim_child, report  # noqa: E402
-from bench.optim_child import OptimRequest  # noqa: E402
-from bench.optim_work import OPTIMIZERS, OURS  # noqa: E402
-from bench.run import NEEDS_GPU, Run, add_run_options, answer_child, hardware  # noqa: E402
+from bench import optim_child, report
+from bench.optim_child import OptimRequest
+from bench.optim_work import OPTIMIZERS, OURS
+from bench.run import Run, check_names, hardware, main_of, parser_of
 
 GB = 1e9
 PARTS = ("alone", "training", "together")
@@ -50,9 +42,7 @@ TOGETHER = (
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, row_timeout_s=240.0)
     parser.add_argument("--parts", default=",".join(PARTS), help="(%(default)s)")
     parser.add_argument("--rows", help=f"only these: {', '.join(OPTIMIZERS)}")
     parser.add_argument(
@@ -68,12 +58,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--cpu-share", type=float, help="for rows of ours; the optimizer's default if not given"
     )
-    add_run_options(parser, row_timeout_s=240.0)
     parsed = parser.parse_args(arguments)
-    for given, known in ((parsed.parts, PARTS), (parsed.rows or "", tuple(OPTIMIZERS))):
-        unknown = [name for name in given.split(",") if name and name not in known]
-        if unknown:
-            parser.error(f"unknown {', '.join(unknown)}; known are {', '.join(known)}")
+    check_names(parser, parsed.parts.split(","), PARTS)
+    check_names(parser, (parsed.rows or "").split(","), OPTIMIZERS)
     return parsed
 
 
@@ -190,20 +177,14 @@ def run_together(run: Run) -> None:
         print_row(name + lanes, result, baseline, rest)
 
 
+def run_parts(run: Run) -> None:
+    print(*run.header_lines(hardware()), f"weights in {run.args.dtype}", sep="\n")
+    for part in run.args.parts.split(","):
+        {"alone": run_alone, "training": run_training, "together": run_together}[part](run)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    args = parse(arguments)
-    if args.tiny:
-        torch.set_num_threads(1)
-    if args.child is not None:
-        return answer_child(args.child, optim_child.run)
-    if not args.tiny and not torch.cuda.is_available():
-        print(NEEDS_GPU)
-        return 2
-    with Run(__file__, args, arguments) as run:
-        print(*run.header_lines(hardware()), f"weights in {args.dtype}", sep="\n")
-        for part in args.parts.split(","):
-            {"alone": run_alone, "training": run_training, "together": run_together}[part](run)
-        return run.end()
+    return main_of(__file__, parse(arguments), arguments, run_parts, optim_child.run)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ the driver), wake with `allocate`, which runs beside the copies. share: of the l
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import sys
@@ -30,30 +29,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_SCRIPTS = Path(__file__).resolve().parent
-for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
-    if _folder not in sys.path:
-        sys.path.insert(0, _folder)
+import torch
+import torch.multiprocessing as multiprocessing
+from torch import Tensor, nn
 
-import torch  # noqa: E402
-import torch.multiprocessing as multiprocessing  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-import offload  # noqa: E402
-from bench.links import SIMULATED, measure_links  # noqa: E402
-from bench.run import (  # noqa: E402
-    NEEDS_GPU,
+import bench  # noqa: F401
+import offload
+from bench.links import SIMULATED, measure_links
+from bench.run import (
     NotInstalledError,
     Run,
     SkippedError,
-    add_run_options,
-    answer_child,
+    check_names,
     hardware,
+    main_of,
     outcome,
+    parser_of,
 )
-from offload import OffloadConfig, OffloadEngine  # noqa: E402
-from offload.device.sim import SimDevice  # noqa: E402
-from offload.memory.ledger import SharedHostBudget  # noqa: E402
+from offload import OffloadConfig, OffloadEngine
+from offload.device.sim import SimDevice
+from offload.memory.ledger import SharedHostBudget
 
 GB = 1e9
 ROWS = {
@@ -353,29 +348,22 @@ def line_of(result: dict[str, Any]) -> str:
     return name + " ".join(f"{cell:>9}" for cell in cells) + beside
 
 
+def run_rows(run: Run) -> None:
+    args = run.args
+    print(*run.header_lines(hardware()), " " * 10 + " ".join(f"{column:>9}" for column in COLUMNS), sep="\n")
+    for row in args.rows.split(","):
+        request = Request(row, args.tiny, args.host_gb)
+        result = run.measure(request, run_row, here=args.tiny and row != "ranks")
+        print(line_of(run.keep({"row": row, **result})), flush=True)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, row_timeout_s=300)
     parser.add_argument("--rows", default=",".join(ROWS), help="(%(default)s)")
     parser.add_argument("--host-gb", type=float, help="host memory that may be pinned (what is free)")
-    add_run_options(parser, row_timeout_s=300)
     args = parser.parse_args(arguments)
-    if args.child:
-        return answer_child(args.child, run_row)
-    rows = args.rows.split(",")
-    if unknown := [row for row in rows if row not in ROWS]:
-        parser.error(f"unknown {', '.join(unknown)}; known are {', '.join(ROWS)}")
-    if not args.tiny and not torch.cuda.is_available():
-        parser.error(NEEDS_GPU)
-    with Run(__file__, args, arguments) as run:
-        print("\n".join(run.header_lines(hardware())))
-        print(" " * 10 + " ".join(f"{column:>9}" for column in COLUMNS), flush=True)
-        for row in rows:
-            request = Request(row, args.tiny, args.host_gb)
-            result = run.measure(request, run_row, here=args.tiny and row != "ranks")
-            print(line_of(run.keep({"row": row, **result})), flush=True)
-        return run.end()
+    check_names(parser, args.rows.split(","), ROWS)
+    return main_of(__file__, args, arguments, run_rows, run_row)
 
 
 if __name__ == "__main__":

@@ -23,22 +23,16 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-_SCRIPTS = Path(__file__).resolve().parent
-for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
-    if _folder not in sys.path:
-        sys.path.insert(0, _folder)
+import torch
 
-import torch  # noqa: E402
-
-from bench.run import NEEDS_GPU, Run, add_run_options, answer_child  # noqa: E402
-from parallel.launch import ranks_from_environment, run_rank  # noqa: E402
-from parallel.schedules import check_counts, schedule_named  # noqa: E402
-from pipelines import child, report  # noqa: E402
-from pipelines.memory import BlockFacts  # noqa: E402
-from pipelines.requests import (  # noqa: E402
+from bench.run import Run, answer_child, check_positive, main_of, parser_of
+from parallel.launch import ranks_from_environment, run_rank
+from parallel.schedules import check_counts, schedule_named
+from pipelines import child, report
+from pipelines.memory import BlockFacts
+from pipelines.requests import (
     KINDS,
     LEAST_STREAMED_LAYERS,
     SCHEDULE_NAMES,
@@ -61,9 +55,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse and check. Raises ValueError that says what to give instead."""
-    parser = _Parser(
-        prog="bench_pipeline.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, row_timeout_s=300.0, kind=_Parser)
     parser.add_argument("--ranks", type=int, help="processes, one a GPU (all GPUs; 2 with --tiny)")
     parser.add_argument(
         "--schedules",
@@ -121,7 +113,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="one launch for all rows but the links, and another behind a row that fails; --budget-s is "
         "looked at before a launch only",
     )
-    add_run_options(parser, row_timeout_s=300.0)
     args = parser.parse_args(arguments)
     if args.child is not None:
         return args
@@ -142,10 +133,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         raise ValueError("--one-launch and --isolate exclude each other")
     args.microbatches = args.microbatches if args.microbatches is not None else max(2, 2 * args.ranks)
     args.sequence = args.sequence if args.sequence is not None else (32 if args.tiny else 8192)
-    for name in ("ranks", "layers", "sequence", "samples"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} is {value}; it must be at least 1")
+    check_positive(parser, args, "ranks", "layers", "sequence", "samples")
     streamed = [kind for kind in args.row_list if kind in STREAMED]
     for name in args.schedule_list:
         spec = schedule_named(name)
@@ -198,15 +186,11 @@ def measure(run: Run, request: Request, rows: Sequence[RowRequest]) -> list[dict
     """The rows' results from one launch of all ranks, up to the first that failed."""
     for path in [*run.folder.glob("failure-*.json"), *run.folder.glob("row-*.json")]:
         path.unlink()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc-per-node", str(run.args.ranks)]
     asked = replace(request, rows=tuple(rows))
     results: list[dict[str, Any]] = []
     ended: dict[str, Any] = {"status": "failed", "reason": "the run was ended"}
     try:
-        ended = child.with_failures(
-            run.measure(asked, _no_rank_here, launcher=launcher, rows=len(rows)), run.folder
-        )
+        ended = child.with_failures(run.measure(asked, ranks=run.args.ranks, rows=len(rows)), run.folder)
     finally:
         results += [json.loads(path.read_text()) for path in sorted(run.folder.glob("row-*.json"))]
         if ended["status"] != "ok":
@@ -217,10 +201,6 @@ def measure(run: Run, request: Request, rows: Sequence[RowRequest]) -> list[dict
             print(report.progress_line(found, run.elapsed_s), flush=True)
             run.keep(found)
     return results
-
-
-def _no_rank_here(request: Any) -> dict[str, Any]:
-    raise AssertionError("torchrun starts the ranks")
 
 
 def run_rows(run: Run, request: Request) -> None:
@@ -240,6 +220,14 @@ def run_rows(run: Run, request: Request) -> None:
     print(*report.report_lines(run.results, shape), sep="\n")
 
 
+def run_all(run: Run) -> int:
+    run_rows(run, request_of(run.args))
+    code = run.end()
+    compared = [result for result in run.results if result["row"]["kind"] == "verify"]
+    wrong = [result for result in compared if result["status"] == "ok" and not report.equal_gradients(result)]
+    return 1 if wrong else code
+
+
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     if args.child is not None:
@@ -248,15 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
             torch.set_num_threads(1)  # operations this small only lose by threads
         answer = functools.partial(child.run, ranks=ranks, folder=args.child)
         run_rank(lambda: answer_child(args.child, answer), ranks)
-    if not args.tiny and not torch.cuda.is_available():
-        print(NEEDS_GPU)
-        return 2
-    with Run(__file__, args, arguments) as run:
-        run_rows(run, request_of(args))
-        code = run.end()
-    compared = [result for result in run.results if result["row"]["kind"] == "verify"]
-    wrong = [result for result in compared if result["status"] == "ok" and not report.equal_gradients(result)]
-    return 1 if wrong else code
+    return main_of(__file__, args, arguments, run_all)
 
 
 if __name__ == "__main__":

@@ -27,17 +27,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_SCRIPTS = Path(__file__).resolve().parent
-for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
-    if _folder not in sys.path:
-        sys.path.insert(0, _folder)
-
-import torch  # noqa: E402
-
-from bench import child, micro, profiling, report  # noqa: E402
-from bench.child import DEFAULT_ROWS, LIMITED_ROWS, ROWS, RowRequest  # noqa: E402
-from bench.rows import RowOptions  # noqa: E402
-from bench.run import NEEDS_GPU, Run, add_run_options, answer_child, hardware  # noqa: E402
+from bench import child, micro, profiling, report
+from bench.child import DEFAULT_ROWS, LIMITED_ROWS, ROWS, RowRequest
+from bench.rows import RowOptions
+from bench.run import Run, check_names, hardware, main_of, parser_of
 
 GB = 1e9
 LIVE = "100,1000,10000"
@@ -52,9 +45,7 @@ _LIMIT_MEANS = {"W1": "saved", "W2": "total", "W3": "saved", "W5": "saved", "WV"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, row_timeout_s=300.0)
     parser.add_argument(
         "--workload", choices=[*DEFAULT_ROWS, "all"], default="all", help='"all" is W1 and W2'
     )
@@ -118,13 +109,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--micro", action="store_true", help="host cost a saved tensor instead of the workloads"
     )
     parser.add_argument("--live", default=LIVE, help="live tensors for --micro (%(default)s)")
-    add_run_options(parser, row_timeout_s=300.0)
     parsed = parser.parse_args(arguments)
     if wrong := [text for text in parsed.set if "=" not in text]:
         parser.error(f"--set {wrong[0]}: give FIELD=VALUE")
-    unknown = [name for name in (parsed.rows or "").split(",") if name and name not in ROWS]
-    if unknown:
-        parser.error(f"unknown rows {', '.join(unknown)}; known are {', '.join(ROWS)}")
+    check_names(parser, (parsed.rows or "").split(","), ROWS, "rows")
     return parsed
 
 
@@ -219,31 +207,26 @@ def run_micro(run: Run) -> int:
     return 0
 
 
+def run_workloads(run: Run) -> int | None:
+    """The link, then every workload at every length."""
+    args = run.args
+    request = RowRequest(row="links", workload="W1", options=RowOptions(), tiny=args.tiny)
+    measured = run.measure(request, child.run, here=args.no_isolate or args.tiny)
+    if measured["status"] != "ok":
+        print(f"the link was not measured: {measured['reason']}")
+        return 2
+    link = run.record["links"] = measured["links"]
+    print(*run.header_lines(measured["hardware"]), report.link_line(link), report.HEADER, sep="\n")
+    lengths = [int(text) for text in args.sequence.split(",")] if args.sequence else [None]
+    for workload in ("W1", "W2") if args.workload == "all" else (args.workload,):
+        for sequence in lengths:
+            run_workload(run, workload, link, sequence)
+    return None
+
+
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    if args.tiny:
-        torch.set_num_threads(1)  # operations this small only lose by threads
-    if args.child is not None:
-        return answer_child(args.child, child.run)
-    if not args.tiny and not torch.cuda.is_available():
-        print(NEEDS_GPU)
-        return 2
-    with Run(__file__, args, arguments) as run:
-        if args.micro:
-            return run_micro(run)
-        here = args.no_isolate or args.tiny
-        request = RowRequest(row="links", workload="W1", options=RowOptions(), tiny=args.tiny)
-        measured = run.measure(request, child.run, here=here)
-        if measured["status"] != "ok":
-            print(f"the link was not measured: {measured['reason']}")
-            return 2
-        link = run.record["links"] = measured["links"]
-        print(*run.header_lines(measured["hardware"]), report.link_line(link), report.HEADER, sep="\n")
-        lengths = [int(text) for text in args.sequence.split(",")] if args.sequence else [None]
-        for workload in ("W1", "W2") if args.workload == "all" else (args.workload,):
-            for sequence in lengths:
-                run_workload(run, workload, link, sequence)
-        return run.end()
+    return main_of(__file__, args, arguments, run_micro if args.micro else run_workloads, child.run)
 
 
 if __name__ == "__main__":

@@ -23,26 +23,20 @@ are of a timed step, on average.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
-
-_SCRIPTS = Path(__file__).resolve().parent
-for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
-    if _folder not in sys.path:
-        sys.path.insert(0, _folder)
 
 if __name__ == "__main__" and "PYTORCH_ALLOC_CONF" not in os.environ:
     # read when torch starts to use a GPU; segments of fixed size cannot serve steps of many shapes
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
-import torch  # noqa: E402
+import torch
 
-from bench.run import NEEDS_GPU, hardware  # noqa: E402
-from bench.watermark_work import (  # noqa: E402
+from bench.run import Run, check_names, hardware, main_of, parser_of
+from bench.table import cells_line, ruled
+from bench.watermark_work import (
     GB,
     RowResult,
     RowSpec,
@@ -53,7 +47,7 @@ from bench.watermark_work import (  # noqa: E402
     run_row,
     stack_work,
 )
-from bench.workload import StackShape  # noqa: E402
+from bench.workload import StackShape
 
 WORKLOADS = ("enough", "short", "fifth", "recomputed", "lengths", "diffusion")
 NOTHING = RowSpec(name="nothing")
@@ -63,9 +57,7 @@ RECOMPUTED = RowSpec(name="every layer recomputed", checkpoints=True)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="(%(default)s)")
     parser.add_argument("--layers", type=int, default=12, help="of the stack (%(default)s)")
     parser.add_argument("--sequence", type=int, default=16384, help="of the stack (%(default)s)")
@@ -75,22 +67,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (%(default)s)")
     parser.add_argument("--batch", type=int, default=128, help="of the diffusion-like model (%(default)s)")
     parser.add_argument("--device-gb", type=float, default=24.0, help="its device (%(default)s)")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write every figure as JSON")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes on the simulated device")
     parsed = parser.parse_args(arguments)
-    unknown = [name for name in parsed.workloads.split(",") if name not in WORKLOADS]
-    if unknown:
-        parser.error(f"unknown {', '.join(unknown)}; known are {', '.join(WORKLOADS)}")
-    if not parsed.tiny and not torch.cuda.is_available():
-        parser.error(NEEDS_GPU)
+    check_names(parser, parsed.workloads.split(","), WORKLOADS)
     return parsed
 
 
 class Bench:
     """The workloads of one run, and what their rows have shown."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
+    def __init__(self, run: Run) -> None:
+        self.options = options = run.args
+        self.record, self.write = run.record, run.write
         self.sim = options.tiny
         self.device = torch.device("cpu" if self.sim else "cuda")
         self.dtype = torch.float32 if self.sim else torch.bfloat16
@@ -107,9 +94,8 @@ class Bench:
             self.results[name] = []
             getattr(self, name)(name)
             clear_device()  # of the workload's model
-            if self.options.out is not None:
-                found = {key: [asdict(row) for row in rows] for key, rows in self.results.items()}
-                self.options.out.write_text(json.dumps({"hardware": _hardware(self.sim), "rows": found}))
+            self.record["rows"] = {key: [asdict(row) for row in rows] for key, rows in self.results.items()}
+            self.write()
 
     def enough(self, name: str) -> None:
         work = self._stack()
@@ -232,7 +218,7 @@ class Bench:
     def _show(self, name: str, spec: RowSpec, result: RowResult, *, beside: RowResult | None) -> None:
         rows = self.results[name]
         if not rows:
-            print(f"\n{name}\n{HEADER}\n{RULE}", flush=True)
+            print("", name, ruled(HEADER), sep="\n", flush=True)
         rows.append(result)
         print(line(result, beside, spec), flush=True)
 
@@ -252,7 +238,6 @@ HEADER = (
     "| row | ms | / beside | active GB | reserved GB | mark GB | moved GB | stall ms | latched GB "
     "| times over | pinned GB |"
 )
-RULE = "|---" * 11 + "|"
 
 
 def line(result: RowResult, beside: RowResult | None, spec: RowSpec) -> str:
@@ -272,18 +257,17 @@ def line(result: RowResult, beside: RowResult | None, spec: RowSpec) -> str:
         f"{result.details.get('times_over', 0)}",
         f"{result.pinned_bytes / GB:.2f}",
     ]
-    return "| " + " | ".join(cells) + " |"
+    return cells_line(cells)
 
 
-def _hardware(sim: bool) -> str:
-    return "simulated" if sim else str(hardware())
+def run_workloads(run: Run) -> None:
+    print(*run.header_lines(hardware()), sep="\n", flush=True)
+    Bench(run).run()
 
 
-def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
-    print(f"{_hardware(options.tiny)}, torch {torch.__version__}")
-    Bench(options).run()
+def main(arguments: list[str] | None = None) -> int:
+    return main_of(__file__, parse(arguments), arguments, run_workloads)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -20,21 +20,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).resolve().parent.parent
-for _folder in (str(_ROOT), str(_ROOT / "scripts")):
-    if _folder not in sys.path:
-        sys.path.insert(0, _folder)
-
-import torch  # noqa: E402
-
-from bench.run import NEEDS_GPU, hardware  # noqa: E402
-from bench.weights import HEADER, Shape, line  # noqa: E402
+from bench.run import Run, hardware, main_of, outcome, parser_of
+from bench.table import reason_line, ruled
+from bench.weights import HEADER, Shape, line
 
 WORKS = {work: f"bench.weights_{work}" for work in ("lora", "int8", "70b", "full", "gradients", "experts")}
 """Each has ROWS and run_row(options); HEADER and line(row, nothing), too, where its columns are others; and
@@ -42,9 +33,7 @@ DEFAULTS of options, where they are others."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, row_timeout_s=1800.0)
     parser.add_argument("--work", choices=WORKS, default="lora", help="(%(default)s)")
     parser.add_argument("--rows", help="(all of the work's own, no peers)")
     parser.add_argument("--tokens", type=int, default=4096, help="of one sequence (%(default)s)")
@@ -53,42 +42,40 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=6, help="steps before them (%(default)s)")
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent of --work experts (%(default)s)")
     parser.add_argument("--inside", action="store_true", help="of lora, int8: checkpoints inside blocks")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write every figure as JSON")
-    parser.add_argument("--tiny", action="store_true", help="tiny blocks on the simulated device")
-    parser.add_argument("--row", help=argparse.SUPPRESS)
-    work = importlib.import_module(WORKS[parser.parse_known_args(arguments)[0].work])
-    parser.set_defaults(**getattr(work, "DEFAULTS", {}))
+    parser.set_defaults(**getattr(_work(parser.parse_known_args(arguments)[0]), "DEFAULTS", {}))
     parsed = parser.parse_args(arguments)
     if parsed.tiny:
         parsed.samples, parsed.warmup = 1, 3
-    elif not torch.cuda.is_available():
-        parser.error(NEEDS_GPU)
     return parsed
 
 
-def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
-    work = importlib.import_module(WORKS[options.work])
-    if options.row:
-        print(json.dumps(work.run_row(options)))
-        return
+def run_row(options: argparse.Namespace) -> dict[str, Any]:
+    """The row's figures, with a status."""
+    return outcome({"row": options.row}, lambda: _work(options).run_row(options))
+
+
+def _work(options: argparse.Namespace) -> Any:
+    return importlib.import_module(WORKS[options.work])
+
+
+def run_rows(run: Run) -> None:
+    """The work's rows, each beside the first `nothing`."""
+    work, nothing = _work(run.args), None
     header, to_line = getattr(work, "HEADER", HEADER), getattr(work, "line", line)
-    print("simulated" if options.tiny else hardware(), f"torch {torch.__version__}", header, sep="\n")
-    print("|---" * header.count(" | ") + "|---|", flush=True)
-    given = sys.argv[1:] if arguments is None else arguments
-    found: list[dict[str, Any]] = []
-    for row in (options.rows or work.ROWS).split(","):
-        command = [sys.executable, __file__, *given, "--row", row]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            print(f"| {row} | failed: {(done.stderr.strip().splitlines() or [''])[-1]} |", flush=True)
+    print(*run.header_lines(hardware()), ruled(header), sep="\n", flush=True)
+    for row in (run.args.rows or work.ROWS).split(","):
+        options = argparse.Namespace(**vars(run.args) | {"row": row, "label": row})
+        result = run.keep({"row": row, **run.measure(options)})
+        if result["status"] != "ok":
+            print(reason_line([row], result), flush=True)
             continue
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-        nothing = next((each for each in found if each["row"] == "nothing"), None)
-        print(to_line(found[-1], nothing), flush=True)
-        if options.out is not None:
-            options.out.write_text(json.dumps(found))
+        nothing = nothing or (result if row == "nothing" else None)
+        print(to_line(result, nothing), flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return main_of(__file__, parse(arguments), arguments, run_rows, run_row)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

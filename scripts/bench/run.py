@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import pickle
 import platform
@@ -20,16 +21,19 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
 
 _STDERR_CHARACTERS = 4000
 NEEDS_GPU = "these figures need a CUDA GPU; --tiny runs the script on the CPU and the simulated device"
+
+
+Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 
 class NotInstalledError(Exception):
@@ -40,25 +44,76 @@ class SkippedError(Exception):
     """The row was not run, for a reason other than a missing library."""
 
 
-def add_run_options(parser: argparse.ArgumentParser, *, row_timeout_s: float) -> None:
-    parser.add_argument(
-        "--row-timeout-s",
-        type=float,
-        default=row_timeout_s,
-        help="a row that takes longer is ended and has failed (%(default)s)",
-    )
-    parser.add_argument(
-        "--budget-s", type=float, help="start no row after this many seconds; rows left out are printed"
-    )
-    parser.add_argument(
-        "--out", metavar="FILE", help="write every figure and sample as JSON, after every row"
-    )
-    parser.add_argument(
-        "--tiny",
-        action="store_true",
-        help="tiny shapes on the CPU and the simulated device: proves the script, measures nothing",
-    )
-    parser.add_argument("--child", metavar="FOLDER", help=argparse.SUPPRESS)
+def parser_of(
+    doc: str | None, *, row_timeout_s: float | None = None, kind: type[Parser] = argparse.ArgumentParser
+) -> Parser:
+    """Parser with the options that all benchmarks have. row_timeout_s: None for a script that measures in its
+    own process alone, which then has no --row-timeout-s and no --budget-s."""
+    parser = kind(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(budget_s=None, child=None)
+    out = "write every figure and sample as JSON, after every row"
+    tiny = "tiny shapes on the CPU and the simulated device: proves the script, measures nothing"
+    parser.add_argument("--out", metavar="FILE", help=out)
+    parser.add_argument("--tiny", action="store_true", help=tiny)
+    if row_timeout_s is not None:
+        limit = "a row that takes longer is ended and has failed (%(default)s)"
+        budget = "start no row after this many seconds; rows left out are printed"
+        parser.add_argument("--row-timeout-s", type=float, default=row_timeout_s, help=limit)
+        parser.add_argument("--budget-s", type=float, help=budget)
+        parser.add_argument("--child", metavar="FOLDER", help=argparse.SUPPRESS)
+    return parser
+
+
+def check_names(
+    parser: argparse.ArgumentParser, names: Iterable[str], known: Collection[str], what: str = ""
+) -> None:
+    """End with the parser's error if a name is unknown. what: plural noun of the names."""
+    if unknown := [name for name in names if name and name not in known]:
+        found = " ".join(filter(None, ["unknown", what, ", ".join(unknown)]))
+        parser.error(f"{found}; known are {', '.join(known)}")
+
+
+def check_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
+    """End with the parser's error if one of these options is given and below 1."""
+    for name in names:
+        given = getattr(args, name)
+        if given is not None and given < 1:
+            parser.error(f"--{name} is {given}; it must be at least 1")
+
+
+def numbers(parser: argparse.ArgumentParser, option: str, text: str | None) -> list[float]:
+    """Comma-separated numbers, none without text. End with the parser's error unless all are above 0."""
+    try:
+        found = [float(one) for one in text.split(",")] if text is not None else []
+    except ValueError:
+        found = [0.0]
+    if not all(0 < one < math.inf for one in found):
+        parser.error(f"{option} is {text!r}; must be numbers above 0, as 12,14.5")
+    return found
+
+
+def main_of(
+    script: str,
+    args: argparse.Namespace,
+    arguments: list[str] | None,
+    rows: Callable[[Run], int | None],
+    child: Callable[[Any], dict[str, Any] | None] | None = None,
+) -> int:
+    """Exit code of a benchmark: 2 where it cannot measure, 1 if a row failed.
+
+    rows: measures and prints the rows of the run; returns an exit code to end with, else None.
+    child: what a process of its own makes of one request; None for a script that starts none.
+    """
+    if args.tiny:
+        torch.set_num_threads(1)  # operations this small only lose by threads
+    if child is not None and args.child is not None:
+        return answer_child(args.child, child)
+    if not args.tiny and not torch.cuda.is_available():
+        print(NEEDS_GPU)
+        return 2
+    with Run(script, args, arguments) as run:
+        code = rows(run)
+        return run.end() if code is None else code
 
 
 def hardware() -> dict[str, Any]:
@@ -127,16 +182,17 @@ def run_shown(command: Sequence[str], *, what: str, timeout: float) -> subproces
 
 
 def outcome_of_process(
-    script: Path, request: Any, folder: Path, *, timeout_s: float, launcher: Sequence[str] = ()
+    script: Path, request: Any, folder: Path, *, timeout_s: float, ranks: int = 0
 ) -> dict[str, Any]:
     """What `script --child folder` answers to the request; a process that dies or takes too long has failed.
 
-    launcher: a command that starts the script several times, instead of this Python.
+    ranks: processes of the script that torchrun starts, instead of one of this Python.
     """
     (folder / "request.pickle").write_bytes(pickle.dumps(request))
     answer = folder / "result.json"
     answer.unlink(missing_ok=True)
-    command = [*(launcher or [sys.executable]), str(script), "--child", str(folder)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(torchrun if ranks else ()), str(script), "--child", str(folder)]
     what = getattr(request, "label", "") or type(request).__name__
     try:
         ended = run_shown(command, what=what, timeout=timeout_s)
@@ -188,25 +244,20 @@ class Run:
     def measure(
         self,
         request: Any,
-        run: Callable[[Any], dict[str, Any]],
+        run: Callable[[Any], dict[str, Any]] | None = None,
         *,
         here: bool = False,
-        launcher: Sequence[str] = (),
+        ranks: int = 0,
         rows: int = 1,
     ) -> dict[str, Any]:
-        """What `run` makes of the request: in this process if `here`, else in one of its own, or in those
-        that `launcher` starts. rows: each may take --row-timeout-s."""
+        """What `run` makes of the request: in this process if `here`, else in one of its own, or in those of
+        so many ranks, whose child knows what to run. rows: each may take --row-timeout-s."""
         if self.spent:
             return {"status": "not run", "reason": f"--budget-s {self.args.budget_s:.0f} is spent"}
-        if here:
+        if here and run is not None:
             return run(request)
-        return outcome_of_process(
-            self.script,
-            request,
-            self.folder,
-            timeout_s=rows * self.args.row_timeout_s,
-            launcher=launcher,
-        )
+        timeout_s = rows * self.args.row_timeout_s
+        return outcome_of_process(self.script, request, self.folder, timeout_s=timeout_s, ranks=ranks)
 
     @property
     def spent(self) -> bool:

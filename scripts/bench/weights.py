@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from bench import gradients
+from bench.table import cells_line
 from offload import QuantLinear
 
 GB = 1e9
@@ -204,4 +205,4 @@ def line(row: dict[str, Any], nothing: dict[str, Any] | None) -> str:
         cells += [str(weights["kept_blocks"]), f"{weights['in_bytes'] / GB:.2f}"]
         cells += [f"{weights['stall_ms']:.1f}", str(weights["hits"]), str(weights["misses"])]
     bits = compared(row, nothing) if row["bits"] else "not seen"
-    return "| " + " | ".join([*cells, bits]) + " |"
+    return cells_line([*cells, bits])

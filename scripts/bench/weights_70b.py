@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import offload
+from bench.table import cells_line
 from bench.weights import GB, TINY, Model, Shape, expand_frozen, link_gb_s, run_steps
 
 ROWS = "nothing,host,inputs"
@@ -123,4 +124,4 @@ def line(row: dict[str, Any], nothing: dict[str, Any] | None) -> str:
         f"{row['build_s']:.1f}",
         bits,
     ]
-    return "| " + " | ".join(cells) + " |"
+    return cells_line(cells)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import moe
 import offload
 from bench import gradients
+from bench.table import cells_line
 from bench.weights import GB, LoraLinear, compared, link_gb_s, run_steps
 from moe.attention import rotation_tables
 
@@ -152,4 +153,4 @@ def line(row: dict[str, Any], nothing: dict[str, Any] | None) -> str:
             f"{weights['counts_ms']:.1f}",
         ]
         cells += [str(weights["expert_hits"]), str(weights["expert_misses"])]
-    return "| " + " | ".join([*cells, compared(row, nothing)]) + " |"
+    return cells_line([*cells, compared(row, nothing)])

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import offload
+from bench.table import cells_line
 from bench.weights import GB, Model, Shape, link_gb_s, run_steps
 from bench.weights_70b import Made
 from offload.memory.budget import cgroups
@@ -140,4 +141,4 @@ def line(row: dict[str, Any], nothing: dict[str, Any] | None) -> str:
         f"{weights.get('stall_ms', 0):.1f}",
         f"{row['build_s']:.1f}",
     ]
-    return "| " + " | ".join(cells) + " |"
+    return cells_line(cells)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import offload
+from bench.table import cells_line
 from bench.weights import GB, TINY, Model, Shape, compared, link_gb_s, run_steps
 
 ROWS = "nothing,host,clipped"
@@ -67,4 +68,4 @@ def line(row: dict[str, Any], nothing: dict[str, Any] | None) -> str:
     else:
         in_bytes, out_bytes, stall_ms = row["moved"]
         cells += [f"{in_bytes / GB:.2f}", f"{out_bytes / GB:.2f}", f"{stall_ms:.1f}"]
-    return "| " + " | ".join([*cells, compared(row, nothing)]) + " |"
+    return cells_line([*cells, compared(row, nothing)])

@@ -26,7 +26,7 @@ def imported(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise NotInstalledError(f"not installed: {name} ({error})") from error
+        raise NotInstalledError(f"{name} ({error})") from error
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -22,7 +22,7 @@ def test_a_work_is_printed_with_the_same_bits_in_both_arms(
     bench_conductor.main(["--tiny", "--work", "three", "--out", str(out)])
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1].startswith("| three | "), printed
-    (row,) = json.loads(out.read_text())
+    (row,) = json.loads(out.read_text())["results"]
     assert row["bits"]
     assert row["ratio"] == pytest.approx(1.0, abs=0.01)  # by the virtual clock
     assert {"forward h2d", "forward d2h", "backward h2d", "optimizer d2h", "optimizer h2d"} <= set(
