@@ -78,7 +78,7 @@ def test_each_name_of_the_table_of_what_is_underneath_imports_and_lies_in_its_fi
         for name in row:
             found = inspect.getsourcefile(inspect.unwrap(getattr(offload, name)))
             assert Path(str(found)) == file, name
-    page = (DOCS / "microbatch.md").read_text()
+    page = (DOCS / "project" / "microbatch.md").read_text()
     assert [name for name in names if f"`{name}`" not in page] == []
 
 
