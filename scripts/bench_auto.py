@@ -37,7 +37,17 @@ import bench  # noqa: F401
 import offload
 from bench.families import FAMILIES, Setting
 from bench.measure import Clock
-from bench.run import Run, SkippedError, check_names, hardware, main_of, numbers, outcome, parser_of
+from bench.run import (
+    Run,
+    SkippedError,
+    check_names,
+    device_of,
+    hardware,
+    main_of,
+    numbers,
+    outcome,
+    parser_of,
+)
 from bench.table import cells_line, reason_line, ruled
 from bench.weights import GB, Shape
 from bench.weights_70b import Unchecked
@@ -138,11 +148,10 @@ def run_row(request: AutoRequest) -> dict[str, Any]:
 
 
 def _measure(request: AutoRequest) -> dict[str, Any]:
-    if not request.tiny and not torch.cuda.is_available():
-        raise SkippedError("no CUDA device here")
+    device = device_of(request.tiny)
     if request.tiny:
         offload.configure(offload.OffloadConfig(), device="sim", print_summary=False)
-    trainer = AutoTrainer(request, torch.device("cpu" if request.tiny else "cuda"))
+    trainer = AutoTrainer(request, device)
     sizes = [(each.nbytes, each.requires_grad) for each in trainer.model.parameters()]
     weights, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
     result: dict[str, Any] = {"weight_bytes": weights, "trained_bytes": trained}

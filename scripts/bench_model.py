@@ -49,6 +49,7 @@ from bench.run import (
     SkippedError,
     check_names,
     check_positive,
+    device_of,
     hardware,
     main_of,
     numbers,
@@ -236,9 +237,7 @@ def run_row(request: ModelRequest) -> dict[str, Any]:
 
 
 def _measure(request: ModelRequest) -> dict[str, Any]:
-    if not request.tiny and not torch.cuda.is_available():
-        raise SkippedError("no CUDA device here")
-    trainer = Trainer(request, torch.device("cpu" if request.tiny else "cuda"))
+    trainer = Trainer(request, device_of(request.tiny))
     result: dict[str, Any] = {"parameters": sum(one.numel() for one in trainer.model.parameters())}
     own_hooks, handle, undo = _hooks(trainer.model), None, lambda: None
     if request.row in _OWN_CHECKPOINTING:
@@ -362,23 +361,23 @@ def _apply(model: Any, request: ModelRequest) -> offload.Applied:
 
 def _gradients(request: ModelRequest, trainer: Trainer) -> dict[str, Any]:
     """One step more, under deterministic kernels; its gradients beside those of the row plain."""
-    try:
+
+    def prints() -> dict[str, Any]:
         with gradients.deterministic():
             trainer.backward()
             trainer.clock.drain()
+        named = {name: one.grad for name, one in trainer.model.named_parameters() if one.grad is not None}
+        found = gradients.prints_of(named)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        return found
+
+    try:
+        return gradients.judged(Path(request.reference), prints, is_reference=request.row == "plain")
     except RuntimeError as error:
         if "deterministic" not in str(error):
             raise
         return {"verdict": "no kernel"}  # one of the model's has no deterministic form
-    named = {name: one.grad for name, one in trainer.model.named_parameters() if one.grad is not None}
-    prints = gradients.prints_of(named)
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad()
-    path = Path(request.reference)
-    if request.row == "plain":
-        gradients.save(path, prints)
-        return {"verdict": "reference"}
-    return gradients.compare(gradients.load(path), prints) if path.exists() else {"verdict": "no reference"}
 
 
 def _pairs(model: str, args: argparse.Namespace) -> Iterator[tuple[str, float | None, bool]]:

@@ -25,6 +25,7 @@ from bench import optim_child, report
 from bench.optim_child import OptimRequest
 from bench.optim_work import OPTIMIZERS, OURS
 from bench.run import Run, check_names, hardware, main_of, parser_of
+from bench.table import reason_of
 
 GB = 1e9
 PARTS = ("alone", "training", "together")
@@ -86,7 +87,7 @@ def row(run: Run, **what: Any) -> dict[str, Any]:
 
 def print_row(label: str, result: dict[str, Any], baseline: dict[str, Any] | None, rest: str = "") -> None:
     if result["status"] != "ok":
-        print(f"  {label:<30} {result['status']}: {result.get('reason', '')}", flush=True)
+        print(f"  {label:<30} {reason_of(result)}", flush=True)
         return
     active, reserved, pinned = (
         result[name] / GB for name in ("active_peak", "reserved_peak", "pinned_bytes")

@@ -37,15 +37,16 @@ import bench  # noqa: F401
 import offload
 from bench.links import SIMULATED, measure_links
 from bench.run import (
-    NotInstalledError,
     Run,
     SkippedError,
     check_names,
     hardware,
+    imported,
     main_of,
     outcome,
     parser_of,
 )
+from bench.table import aligned, reason_of
 from offload import OffloadConfig, OffloadEngine
 from offload.device.sim import SimDevice
 from offload.memory.ledger import SharedHostBudget
@@ -63,7 +64,8 @@ ROWS = {
     "ranks": 0.6e9,
 }
 CYCLES, EARLY = 50, 3
-COLUMNS = ("park s", "GB/s", "share", "release", "wake s", "GB/s", "share", "allocate", "first", "pin s")
+_NAMES = ("park s", "GB/s", "share", "release", "wake s", "GB/s", "share", "allocate", "first", "pin s")
+COLUMNS = (("row", -9), *((name, 9) for name in _NAMES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +208,7 @@ def others_row(request: Request) -> dict[str, Any]:
     device = torch.device("cpu" if request.tiny else "cuda:0")
     saver: Any = None
     if request.row == "saver":
-        try:
-            from torch_memory_saver import torch_memory_saver as saver
-        except ImportError as error:
-            raise NotInstalledError("torch_memory_saver is not installed") from error
+        saver = imported("torch_memory_saver").torch_memory_saver
         saver.hook_mode = "torch"  # its second mode: the first one needs LD_PRELOAD
         with saver.region(enable_cpu_backup=True):
             model, optimizer = model_of(ROWS["3B"], device, request.tiny)
@@ -321,7 +320,7 @@ def run_row(request: Request) -> dict[str, Any]:
 def line_of(result: dict[str, Any]) -> str:
     name = f"{result['row']:10}"
     if result["status"] != "ok":
-        return f"{name} {result['status']}: {result.get('reason', '')}"
+        return f"{name} {reason_of(result)}"
     if result["row"] == "cycles":
         return (
             f"{name} same bits: {result['same bits']}; cycle {EARLY} {result['early']}; last {result['late']}"
@@ -337,6 +336,7 @@ def line_of(result: dict[str, Any]) -> str:
     nbytes, second = result["bytes"], result.get("second", result)
     first = result.get("first", {})
     cells = [
+        result["row"],
         *(f"{second['park_s']:.3f}", f"{nbytes / second['park_s'] / GB:.1f}"),
         *(f"{result.get('park_share', 0):.3f}", f"{second['release_s']:.3f}"),
         *(f"{second['wake_s']:.3f}", f"{nbytes / second['wake_s'] / GB:.1f}"),
@@ -345,12 +345,12 @@ def line_of(result: dict[str, Any]) -> str:
     ]
     left = result.get("left_beside_weights")
     beside = "" if left is None else f"  {nbytes / GB:.1f} GB, {left / 1e6:.0f} MB left on the device"
-    return name + " ".join(f"{cell:>9}" for cell in cells) + beside
+    return aligned(cells, COLUMNS) + beside
 
 
 def run_rows(run: Run) -> None:
     args = run.args
-    print(*run.header_lines(hardware()), " " * 10 + " ".join(f"{column:>9}" for column in COLUMNS), sep="\n")
+    print(*run.header_lines(hardware()), aligned(["", *(name for name, _ in COLUMNS[1:])], COLUMNS), sep="\n")
     for row in args.rows.split(","):
         request = Request(row, args.tiny, args.host_gb)
         result = run.measure(request, run_row, here=args.tiny and row != "ranks")

@@ -26,16 +26,11 @@ from typing import Any
 
 import numpy
 
-_SCRIPTS = Path(__file__).resolve().parent
-for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
-    if _folder not in sys.path:
-        sys.path.insert(0, _folder)
+from bench.points import Panel, Point, Series, panels_of_page, panels_of_runs
+from offload.telemetry.drawing import require_matplotlib
 
-from bench.points import Panel, Point, Series, panels_of_page, panels_of_runs  # noqa: E402
-from offload.telemetry.drawing import require_matplotlib  # noqa: E402
-
-PAGE = _SCRIPTS.parent / "docs" / "benchmarks.md"
-PICTURE = _SCRIPTS.parent / "docs" / "headline.png"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE, PICTURE = DOCS / "benchmarks.md", DOCS / "headline.png"
 _DPI = 120
 _COLORS_OF_FILE = 64
 _BELOW = 0.005

@@ -15,14 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[1]
-if str(_ROOT) not in sys.path:
-    sys.path.insert(0, str(_ROOT))
+import torch
+from torch import nn
 
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-
-import offload  # noqa: E402
+import bench  # noqa: F401
+import offload
 
 WIDTH, BLOCKS, ROWS, STEPS = 256, 6, 4096, 8
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")

@@ -23,27 +23,22 @@ import functools
 import gc
 import os
 import sys
-from pathlib import Path
-
-_SCRIPTS = Path(__file__).resolve().parent
-for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
-    if _folder not in sys.path:
-        sys.path.insert(0, _folder)
 
 if __name__ == "__main__" and "PYTORCH_ALLOC_CONF" not in os.environ:
     # read when torch starts to use a GPU; segments of fixed size cannot serve steps of many shapes
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
-import torch  # noqa: E402
+import torch
 
-from offload import plot, print_offload_summary_table  # noqa: E402
-from parallel.launch import Rank, Ranks, choose_device, launched, ranks_from_environment, run_rank  # noqa: E402
-from training.comparison import comparison  # noqa: E402
-from training.figures import Arm, EndCheck  # noqa: E402
-from training.job import Job  # noqa: E402
-from training.options import Options, read_options  # noqa: E402
-from training.report import Reporter, summary  # noqa: E402
-from training.text import read_text  # noqa: E402
+import bench  # noqa: F401
+from offload import plot, print_offload_summary_table
+from parallel.launch import Rank, Ranks, choose_device, launched, ranks_from_environment, run_rank
+from training.comparison import comparison
+from training.figures import Arm, EndCheck
+from training.job import Job
+from training.options import Options, read_options
+from training.report import Reporter, summary
+from training.text import read_text
 
 
 def main(arguments: list[str], ranks: Ranks) -> int:

@@ -29,7 +29,7 @@ from bench.measure import (
     timed_step,
 )
 from bench.rows import Row, RowContext, RowOptions
-from bench.run import SkippedError, hardware, outcome
+from bench.run import device_of, hardware, outcome
 from bench.workload import Inputs, Stack, probe_saved_bytes, tiny, workload
 
 ROWS: Mapping[str, Callable[[RowContext], Row]] = {
@@ -129,8 +129,7 @@ def _links(request: RowRequest) -> dict[str, Any]:
     found: dict[str, Any] = {"hardware": hardware()}
     if request.tiny:
         return found | {"links": asdict(links.SIMULATED)}
-    if not found["hardware"]["cuda"]:
-        raise SkippedError("no CUDA device here")
+    device_of(tiny=False)
     return found | {"links": asdict(links.measure_links())}
 
 
@@ -162,9 +161,7 @@ def context_of(request: RowRequest, clock: Clock) -> RowContext:
 
 
 def _measure(request: RowRequest) -> dict[str, Any]:
-    if not request.tiny and not torch.cuda.is_available():
-        raise SkippedError("no CUDA device here")
-    clock = Clock(torch.device("cpu" if request.tiny else "cuda"))
+    clock = Clock(device_of(request.tiny))
     context = context_of(request, clock)
     work, layer_bytes = context.workload, context.layer_bytes
     with rows.opened(ROWS[request.row](context)) as row:
@@ -217,7 +214,12 @@ def _steps(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
     if request.profile:
         result["lanes"] = _profiled(request, row, clock)
     if request.gradients and request.reference is not None:
-        result["gradients"] = _gradients(request, row, clock, Path(request.reference))
+        result["gradients"] = gradients.judged(
+            Path(request.reference),
+            lambda: gradients.gradient_prints(row, clock),
+            is_reference=request.row == "nothing",
+            repeat=len(work.actions) == 2,
+        )
     return result
 
 
@@ -268,21 +270,6 @@ def numbered_step(row: Row, clock: Clock, number: int) -> StepCost:
     """One timed step, of the lengths of this number."""
     row.context.step = number
     return timed_step(row, clock)
-
-
-def _gradients(request: RowRequest, row: Row, clock: Clock, reference: Path) -> dict[str, Any]:
-    prints = gradients.gradient_prints(row, clock)
-    if request.row == "nothing":
-        gradients.save(reference, prints)
-        if len(row.context.workload.actions) > 2:
-            return {"verdict": "reference"}
-        again = gradients.compare(prints, gradients.gradient_prints(row, clock))
-        return again | {
-            "verdict": "reference" if again["verdict"] == "bitwise" else f"not repeatable: {again['verdict']}"
-        }
-    if not reference.exists():
-        return {"verdict": "no reference"}
-    return gradients.compare(gradients.load(reference), prints)
 
 
 def _profiled(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:

@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
-from bench.run import NotInstalledError
+from bench.run import imported
 
 Loss = Callable[[int], torch.Tensor]
 """The scalar that step `number` calls backward on. Steps take turns with a few batches."""
@@ -77,15 +76,6 @@ class Family:
     optimizer: Callable[[list[nn.Parameter], torch.device], torch.optim.Optimizer] = _adamw
 
 
-def library(name: str) -> Any:
-    """transformers, torchvision or timm. Raises NotInstalledError."""
-    try:
-        return import_module(name)
-    except ImportError as error:
-        reason = str(error).splitlines()[0]
-        raise NotInstalledError(f"{name} cannot be imported: {reason}") from error
-
-
 _TINY: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "moe_intermediate_size"), 32),
     **dict.fromkeys(("intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "vocab_size"), 64),
@@ -112,7 +102,7 @@ def _transformer(
     library's choice."""
 
     def make(setting: Setting) -> Made:
-        transformers, sizes = library("transformers"), shrunk(config) if setting.tiny else dict(config)
+        transformers, sizes = imported("transformers"), shrunk(config) if setting.tiny else dict(config)
         attention = sizes.pop("attention", None)
         built = getattr(transformers, config_class)(**sizes)
         if attention is not None:
@@ -195,7 +185,7 @@ def _images(
 
 
 def _vit(tiny: bool) -> tuple[nn.Module, int]:
-    models = library("torchvision").models
+    models = imported("torchvision").models
     if not tiny:
         return models.vit_l_16(), 224
     sizes = {"num_layers": 2, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64}
@@ -203,7 +193,7 @@ def _vit(tiny: bool) -> tuple[nn.Module, int]:
 
 
 def _convnext(tiny: bool) -> tuple[nn.Module, int]:
-    models = library("torchvision").models
+    models = imported("torchvision").models
     if not tiny:
         return models.convnext_base(), 224
     stage = models.convnext.CNBlockConfig
@@ -211,7 +201,7 @@ def _convnext(tiny: bool) -> tuple[nn.Module, int]:
 
 
 def _eva02(tiny: bool) -> tuple[nn.Module, int]:
-    create = library("timm").create_model
+    create = imported("timm").create_model
     if not tiny:
         return create("eva02_large_patch14_224", drop_path_rate=0.1), 224
     return create("eva02_tiny_patch14_224", drop_path_rate=0.1, img_size=28, depth=2), 28
@@ -248,7 +238,7 @@ LLAMA = {
 
 def _causal(setting: Setting) -> Made:
     """Any causal language model of transformers, by its config.json; without one, `LLAMA`. One batch."""
-    transformers, config = library("transformers"), setting.config or LLAMA
+    transformers, config = imported("transformers"), setting.config or LLAMA
     built = transformers.AutoConfig.for_model(**(shrunk(config) if setting.tiny else config))
     built.use_cache = False
     dtype = torch.float32 if setting.tiny else torch.bfloat16

@@ -10,7 +10,7 @@ algorithms, and it is never one of the timed steps.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,25 @@ def save(path: Path, prints: dict[str, Any]) -> None:
 def load(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = torch.load(path, weights_only=True)
     return found
+
+
+def judged(
+    path: Path, prints: Callable[[], dict[str, Any]], *, is_reference: bool, repeat: bool = False
+) -> dict[str, Any]:
+    """The row's gradients beside the reference's in the file, which the reference row writes.
+
+    prints: makes a deterministic step and returns its prints.
+    repeat: of the reference: make the step twice, and say whether they have the same bits.
+    """
+    made = prints()
+    if not is_reference:
+        return compare(load(path), made) if path.exists() else {"verdict": "no reference"}
+    save(path, made)
+    if not repeat:
+        return {"verdict": "reference"}
+    again = compare(made, prints())
+    same = again["verdict"] == "bitwise"
+    return again | {"verdict": "reference" if same else f"not repeatable: {again['verdict']}"}
 
 
 def compare(reference: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from bench.table import aligned, reason_of
+
 GB = 1e9
 HELD = 6
 """Steps from which on none of auto's may take much longer than one that recomputes every block."""
@@ -29,18 +31,11 @@ _HEADER = (
 )
 
 
-def _cells(cells: list[str]) -> str:
-    return " ".join(
-        f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}"
-        for cell, (_, width) in zip(cells, _COLUMNS, strict=True)
-    )
-
-
 def row_line(result: Mapping[str, Any]) -> str:
     """One row of the table, or why there is none."""
     if result["status"] != "ok":
         about = [result["model"], result["label"], *[""] * (len(_COLUMNS) - 2)]
-        return f"{_cells(about).rstrip()}  {result['status']}: {result.get('reason', '')}"[:220]
+        return f"{aligned(about, _COLUMNS).rstrip()}  {reason_of(result)}"[:220]
 
     def number(name: str, digits: int, unit: float = 1.0) -> str:
         return f"{result[name] / unit:.{digits}f}" if name in result else "-"
@@ -50,7 +45,7 @@ def row_line(result: Mapping[str, Any]) -> str:
     cells += [number("active_bytes", 3, GB), number("active_any_bytes", 3, GB)]
     cells += [number("reserved_bytes", 2, GB), number("pinned_held", 2, GB), number("first_step_ms", 0)]
     cells += [number("worst_over", 3), str(result["settle"])]
-    return "  ".join([_cells(cells), *_notes(result)])
+    return "  ".join([aligned(cells, _COLUMNS), *_notes(result)])
 
 
 def _notes(result: Mapping[str, Any]) -> Iterator[str]:
@@ -72,7 +67,7 @@ def _notes(result: Mapping[str, Any]) -> Iterator[str]:
 
 def header_lines() -> str:
     """What the columns are, and their names."""
-    return f"{_HEADER}\n{_cells([name for name, _ in _COLUMNS])}"
+    return f"{_HEADER}\n{aligned([name for name, _ in _COLUMNS], _COLUMNS)}"
 
 
 def add_ratios(result: dict[str, Any], done: Mapping[str, Mapping[str, Any]]) -> None:

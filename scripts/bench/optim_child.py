@@ -20,7 +20,7 @@ from bench import links
 from bench.gradients import fingerprint
 from bench.measure import Clock, median
 from bench.optim_work import TINY, FusedStack, LeavingActivations, Made, OptimShape, make_optimizer
-from bench.run import SkippedError, hardware, outcome
+from bench.run import device_of, hardware, outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +49,9 @@ class OptimRequest:
 
 
 def run(request: OptimRequest) -> dict[str, Any]:
-    def measure() -> dict[str, Any]:
-        if not request.tiny and not torch.cuda.is_available():
-            raise SkippedError("no CUDA device here")
-        return {"alone": _alone, "training": _training, "rates": _rates}[request.kind](request)
-
-    return outcome({"request": asdict(request), "hardware": hardware()}, measure)
+    kinds = {"alone": _alone, "training": _training, "rates": _rates}
+    about = {"request": asdict(request), "hardware": hardware()}
+    return outcome(about, lambda: kinds[request.kind](request, device_of(request.tiny)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,8 +62,7 @@ class _Job:
     leaving: LeavingActivations | None
 
 
-def _build(request: OptimRequest) -> _Job:
-    device = torch.device("cpu" if request.tiny else "cuda")
+def _build(request: OptimRequest, device: torch.device) -> _Job:
     gc.collect()
     model = FusedStack(request.shape, device, getattr(torch, request.dtype))
     clock = Clock(device)
@@ -94,14 +90,14 @@ def _facts(job: _Job) -> dict[str, Any]:
     }
 
 
-def _alone(request: OptimRequest) -> dict[str, Any]:
+def _alone(request: OptimRequest, device: torch.device) -> dict[str, Any]:
     """Milliseconds from step() to the last new weight, nothing else running; the host's share of it in step()
     alone.
 
     A row that needs a backward gets one before, which is not timed: its gradients may be on the host by then,
     the others' are not.
     """
-    job = _build(request)
+    job = _build(request, device)
     model, made, clock = job.model, job.made, job.clock
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(5)
     for parameter in model.parameters():
@@ -151,10 +147,10 @@ def _one_step(request: OptimRequest, job: _Job, number: int) -> None:
         leaving.end_step()
 
 
-def _training(request: OptimRequest) -> dict[str, Any]:
+def _training(request: OptimRequest, device: torch.device) -> dict[str, Any]:
     """Milliseconds a step over consecutive steps, the device drained only before the first and after the
     last."""
-    job = _build(request)
+    job = _build(request, device)
     for number in range(request.warmup):
         _one_step(request, job, number)
     job.made.wait()
@@ -175,7 +171,7 @@ def _training(request: OptimRequest) -> dict[str, Any]:
     return found
 
 
-def _rates(request: OptimRequest) -> dict[str, Any]:
+def _rates(request: OptimRequest, device: torch.device) -> dict[str, Any]:
     """The link's rates, and the bound of a step with all state off the device: its bytes at duplex rate."""
     rates = links.SIMULATED if request.tiny else links.measure_links()
     # in float32 the weights on the device are the masters and two moments travel; else masters travel too

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.ours import OurMarks
-from bench.run import NotInstalledError
+from bench.run import imported
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -229,24 +229,20 @@ def _gpu(model: nn.Module, **how: Any) -> Made:
 
 
 def _torchao(model: nn.Module, **options: Any) -> Made:
-    try:
-        from torchao.optim import CPUOffloadOptimizer
-    except ImportError as error:
-        raise NotInstalledError(f"torchao: {error}") from error
+    library = imported("torchao.optim", "torchao")
     began = time.perf_counter()
-    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **ADAMW, **options)
+    optimizer = library.CPUOffloadOptimizer(
+        model.parameters(), torch.optim.AdamW, fused=True, **ADAMW, **options
+    )
     return Made(optimizer, construct_s=time.perf_counter() - began, needs_backward=True)
 
 
 def _megatron(model: nn.Module) -> Made:
     """As get_megatron_optimizer() makes it for --optimizer-cpu-offload with the overlap of copies: torch's
     fused AdamW on the host, float32 masters."""
-    try:
-        from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-    except ImportError as error:
-        raise NotInstalledError(f"megatron-core: {error}") from error
+    library = imported("megatron.core.optimizer.cpu_offloading", "megatron-core")
     began = time.perf_counter()
-    optimizer = HybridDeviceOptimizer(
+    optimizer = library.HybridDeviceOptimizer(
         list(model.parameters()),
         offload_fraction=1.0,
         cpu_optimizer_cls=torch.optim.AdamW,

@@ -8,7 +8,6 @@ written in the row's notes.
 
 from __future__ import annotations
 
-import importlib
 from contextlib import AbstractContextManager, ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +15,8 @@ from typing import Any
 import torch
 
 from bench.rows import Row, RowContext, checkpointed, stack_call
-from bench.run import NotInstalledError, SkippedError
+from bench.run import SkippedError, imported
 from bench.workload import ATTENTION_GROUPS, GROUPS
-
-
-def _imported(name: str, package: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise NotInstalledError(f"not installed: {package} ({error})") from error
 
 
 def _needs_cuda(context: RowContext, what: str) -> None:
@@ -40,7 +32,7 @@ class TrlRow(Row):
 
     def __init__(self, context: RowContext) -> None:
         super().__init__(context)
-        module = _imported("trl.models.activation_offloading", "trl")
+        module = imported("trl.models.activation_offloading", "trl")
         _needs_cuda(context, "TRL's OffloadActivations")
         # measured on W1: 36.3 GB pinned for 33.0 GB of distinct storages
         self._skip_if_pinned_exceeds(1.1 * self._live_saved_bytes(), "all saved tensors")
@@ -111,7 +103,7 @@ class MegatronRow(Row):
     def __init__(self, context: RowContext, groups: tuple[str, ...] = GROUPS) -> None:
         super().__init__(context)
         self.moves_all_groups = groups == GROUPS
-        module = _imported("megatron.core.pipeline_parallel.fine_grained_activation_offload", "megatron-core")
+        module = imported("megatron.core.pipeline_parallel.fine_grained_activation_offload", "megatron-core")
         _needs_cuda(context, "Megatron-core's engine")
         self._interface = module.FineGrainedActivationOffloadingInterface
         # 0.19: pp_rank comes first, three more follow
@@ -127,14 +119,11 @@ class MegatronRow(Row):
                 "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
             )
             done.append("one-rank gloo group")
-        try:
-            extension = importlib.import_module("megatron.core.extensions.transformer_engine")
-        except ImportError as error:
-            raise NotInstalledError(
-                f"not installed: megatron-core's transformer_engine extension ({error})"
-            ) from error
+        extension = imported(
+            "megatron.core.extensions.transformer_engine", "megatron-core's transformer_engine extension"
+        )
         if getattr(extension, "cpu_offload", None) is None:  # only its flag is written
-            extension.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)  # type: ignore[attr-defined]
+            extension.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)
             done.append("a stand-in for TransformerEngine's cpu_offload flag")
         return done
 

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench.bound import Work, least_step, single_pass_limit_s
+from bench.table import aligned, reason_of
 from bench.workload import live_peak_chunks
 from offload.policy.actions import Action, Rates
 
 GB = 1e9
 _COLUMNS = (
-    ("row", 20),
+    ("row", -20),
     ("step ms", 8),
     ("x none", 6),
     ("first ms", 8),
@@ -41,9 +42,7 @@ HEADER = (
 
 
 def header_line() -> str:
-    return " ".join(
-        f"{name:<{width}}" if at == 0 else f"{name:>{width}}" for at, (name, width) in enumerate(_COLUMNS)
-    )
+    return aligned([name for name, _ in _COLUMNS], _COLUMNS)
 
 
 def link_line(link: Mapping[str, Any]) -> str:
@@ -191,9 +190,7 @@ def row_line(result: Mapping[str, Any]) -> str:
     """One row of the table, or its name and the reason why there is none."""
     label = str(result.get("label", result["row"]))
     if result["status"] != "ok":
-        reason = str(result.get("reason", ""))
-        status = "" if reason.startswith(result["status"]) else f"{result['status']}: "
-        return f"{label:<{_COLUMNS[0][1]}} {status}{reason}"[:200]
+        return f"{aligned([label], _COLUMNS[:1])} {reason_of(result)}"[:200]
     active, reserved, held, lent = (
         result[name] / GB for name in ("active_bytes", "reserved_bytes", "pinned_held", "pinned_lent_peak")
     )
@@ -215,10 +212,7 @@ def row_line(result: Mapping[str, Any]) -> str:
         _number(result.get("over_bound"), 3),
         str(result.get("gradients", {}).get("verdict", "-")),
     ]
-    return " ".join(
-        f"{cell:<{width}}" if at == 0 else f"{cell:>{width}}"
-        for at, (cell, (_, width)) in enumerate(zip(cells, _COLUMNS, strict=True))
-    )
+    return aligned(cells, _COLUMNS)
 
 
 def facts_lines(baseline: Mapping[str, Any], working_set_bytes: int) -> list[str]:

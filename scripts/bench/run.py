@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import json
 import math
 import os
@@ -135,6 +136,23 @@ def hardware() -> dict[str, Any]:
             "runtime": torch.version.cuda,
         }
     return found
+
+
+def imported(name: str, what: str = "") -> Any:
+    """Module that a row needs and that may be absent. what: name of it in the reason. Raises
+    NotInstalledError."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        first_line = str(error).partition("\n")[0]
+        raise NotInstalledError(f"{what or name} ({first_line})") from error
+
+
+def device_of(tiny: bool) -> torch.device:
+    """Device of a row: the GPU, or the CPU of a tiny run. Raises SkippedError without a GPU."""
+    if not tiny and not torch.cuda.is_available():
+        raise SkippedError("no CUDA device here")
+    return torch.device("cpu" if tiny else "cuda")
 
 
 def outcome(about: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:

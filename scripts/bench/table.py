@@ -16,6 +16,18 @@ def cells_line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def reason_of(result: Mapping[str, Any]) -> str:
+    """Status of a row without figures, and the reason."""
+    status, reason = result["status"], str(result.get("reason", ""))
+    return reason if reason.startswith(status) else f"{status}: {reason}"
+
+
+def aligned(cells: Iterable[str], columns: Iterable[tuple[str, int]]) -> str:
+    """Cells of fixed widths, in characters. columns: name and width, negative to align to the left."""
+    pairs = zip(cells, columns, strict=True)
+    return " ".join(f"{cell:{'<' if width < 0 else '>'}{abs(width)}}" for cell, (_, width) in pairs)
+
+
 def reason_line(labels: Iterable[str], result: Mapping[str, Any]) -> str:
     """Line of a row without figures: its labels, its status and the reason."""
-    return cells_line([*labels, f"{result['status']}: {result.get('reason', '')}"])
+    return cells_line([*labels, reason_of(result)])

@@ -10,10 +10,10 @@ from __future__ import annotations
 import gc
 import random
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from bench.measure import Clock
 from bench.workload import Inputs, Stack, StackShape
 from offload import ActivationRuntime, OffloadConfig, OffloadEngine
 
@@ -167,57 +168,33 @@ def denoiser_work(device: torch.device, dtype: torch.dtype, *, tiny: bool, batch
     return Work(model, loss_of)
 
 
-class _Clock:
-    """Of steps that follow each other, as in training: the host may be ahead of the device."""
-
-    def __init__(self, *, sim: bool) -> None:
-        self._sim = sim
-        self._ends: list[Any] = []
-
-    def step_ended(self) -> None:
-        if self._sim:
-            self._ends.append(time.perf_counter())
-        else:
-            self._ends.append(torch.cuda.Event(enable_timing=True))
-            self._ends[-1].record()
-
-    def step_ms(self) -> list[float]:
-        """Of each step, from the end of the one before it. Blocks the host until all are over."""
-        pairs = list(zip(self._ends, self._ends[1:], strict=False))
-        if self._sim:
-            return [(end - start) * 1000 for start, end in pairs]
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) for start, end in pairs]
-
-
 def run_row(spec: RowSpec, work: Work, *, steps: int, warmup: int, sim: bool) -> RowResult:
     """Make the steps of a row; its figures. Blocks the host."""
     result = RowResult(spec.name)
     runtime = None if spec.order is None else _runtime(spec, sim=sim)
     seen: list[dict[str, Any]] = []
-    clock = _Clock(sim=sim)
+    # steps follow each other, as in training: the host may be ahead of the device
+    clock, ends = Clock(torch.device("cpu" if sim else "cuda")), []
     step = 0
     try:
         for step in range(warmup + steps):
             if step == warmup:
-                if not sim:
-                    torch.cuda.synchronize()
-                    torch.cuda.reset_peak_memory_stats()
-                clock.step_ended()
+                clock.drain()
+                clock.reset_peaks()
+                ends.append(clock.mark())
             result.saved_bytes = _step(work, runtime, step, checkpoints=spec.checkpoints)
             if step >= warmup:
-                clock.step_ended()
+                ends.append(clock.mark())
                 if runtime is not None and runtime.last_metrics is not None:
                     seen.append({**asdict(runtime.last_metrics), **asdict(runtime.last_details)})
     except torch.OutOfMemoryError as error:
         result.status = (
             f"out of memory in step {step + 1} of {warmup + steps}: {str(error).splitlines()[0][:80]}"
         )
-    result.ms = clock.step_ms()
-    if not sim:
-        stats = torch.cuda.memory_stats()
-        result.active_bytes = stats["active_bytes.all.peak"]
-        result.reserved_bytes = stats["reserved_bytes.all.peak"]
+    clock.drain()
+    result.ms = [clock.ms(start, end) for start, end in pairwise(ends)]
+    peaks = clock.memory()
+    result.active_bytes, result.reserved_bytes = peaks["active_peak"], peaks["reserved_peak"]
     if runtime is not None:
         result.pinned_bytes = runtime.engine.arena.held_bytes
     if seen:

@@ -8,7 +8,6 @@ One invariant: a peer is imported when its row starts, and driven through its pu
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,17 +15,10 @@ import torch
 from torch import nn
 
 import offload
-from bench.run import NotInstalledError
+from bench.run import imported
 from bench.weights import TINY, Model, Shape, expand_frozen, link_gb_s, run_steps
 
 ROWS = "nothing,host,5GB,6.8GB"
-
-
-def imported(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise NotInstalledError(f"{name} ({error})") from error
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -18,7 +18,7 @@ import torch
 
 from bench import gradients
 from bench.measure import Clock
-from bench.run import SkippedError, outcome
+from bench.run import device_of, outcome
 from mixtures.job import Job, MixtureRequest
 from mixtures.work import Work
 
@@ -41,9 +41,7 @@ def run_row(request: MixtureRequest) -> dict[str, Any]:
 
 
 def _measure(request: MixtureRequest) -> dict[str, Any]:
-    if not request.tiny and not torch.cuda.is_available():
-        raise SkippedError("no CUDA device here")
-    device = torch.device("cpu" if request.tiny else "cuda")
+    device = device_of(request.tiny)
     clock = Clock(device)
     job = Job(request, device)
     clock.drain()
@@ -149,10 +147,5 @@ def _gradients(request: MixtureRequest, job: Job, clock: Clock) -> dict[str, Any
         job.clear()
         return found
 
-    made, path = prints(), Path(request.reference)
-    if request.row == "nothing":
-        gradients.save(path, made)
-        again = gradients.compare(made, prints())
-        same = again["verdict"] == "bitwise"
-        return again | {"verdict": "reference" if same else f"not repeatable: {again['verdict']}"}
-    return gradients.compare(gradients.load(path), made) if path.exists() else {"verdict": "no reference"}
+    is_reference = request.row == "nothing"
+    return gradients.judged(Path(request.reference), prints, is_reference=is_reference, repeat=True)

@@ -33,7 +33,8 @@ import moe
 import offload
 from bench.measure import Clock
 from bench.rows import kept_operators
-from bench.run import SkippedError, outcome
+from bench.run import device_of, outcome
+from bench.table import reason_of
 from mixtures.work import Work, tokens_of
 from offload.compat import torchtitan
 from offload.compat.torchtitan import TorchtitanSettings
@@ -96,9 +97,7 @@ def run_config(request: ConfigRequest) -> dict[str, Any]:
 
 
 def _measure(request: ConfigRequest) -> dict[str, Any]:
-    if not request.tiny and not torch.cuda.is_available():
-        raise SkippedError("no CUDA device here")
-    device = torch.device("cpu" if request.tiny else "cuda")
+    device = device_of(request.tiny)
     backend = "gloo" if request.tiny else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -186,7 +185,7 @@ def header_line() -> str:
 def config_line(result: Mapping[str, Any], first: Mapping[str, Any] | None) -> str:
     """One run. first: the run that the ratio is to."""
     if result["status"] != "ok":
-        return f"{result['row']:<24} {result['status']}: {result.get('reason', '')}"[:200]
+        return f"{result['row']:<24} {reason_of(result)}"[:200]
     ratio = "-" if first is None else f"{result['tokens_per_s'] / first['tokens_per_s']:.3f}"
     active, reserved, moved = (
         result[name] / 1e9 for name in ("active_bytes", "reserved_bytes", "moved_bytes")

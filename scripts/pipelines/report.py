@@ -13,6 +13,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from bench.table import reason_of
 from pipelines.bounds import rank_bounds_ms
 from pipelines.memory import BlockFacts, need_lines, need_of
 from pipelines.requests import STREAMED, JobShape
@@ -45,7 +46,7 @@ def progress_line(result: Mapping[str, Any], began_s: float) -> str:
     """One line as soon as a row is over."""
     line = f"[{began_s:5.0f} s] {result['label']}: "
     if result["status"] != "ok":
-        return line + f"{result['status']}: {result.get('reason', '')}"[:300]
+        return line + reason_of(result)[:300]
     kind = result["row"]["kind"]
     if kind in TIMED:
         steps = step_ms(result)
@@ -149,7 +150,7 @@ def steps_lines(results: Sequence[Mapping[str, Any]], tokens: int) -> list[str]:
             continue
         if result["status"] != "ok":
             rows.append([result["label"], result["status"]])
-            reasons.append(f"{result['label']}: {result['status']}: {result.get('reason', '')}"[:400])
+            reasons.append(f"{result['label']}: {reason_of(result)}"[:400])
             continue
         steps, speed = step_ms(result), tokens_a_second(result, tokens)
         own = fitting.get(result["row"]["schedule"])
@@ -294,7 +295,7 @@ def equal_gradients(result: Mapping[str, Any]) -> bool:
 
 def _verdict(result: Mapping[str, Any]) -> str:
     if result["status"] != "ok":
-        return f"{result['status']}: {result.get('reason', '')}"
+        return reason_of(result)
     ranks = result["ranks"]
     unrepeatable = [number for number, rank in enumerate(ranks) if not rank["repeatable"]]
     if unrepeatable:

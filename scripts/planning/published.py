@@ -14,20 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-_SCRIPTS = Path(__file__).resolve().parents[1]
-for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
-    if _folder not in sys.path:
-        sys.path.insert(0, _folder)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from offload.policy.actions import Rates  # noqa: E402
-from offload.policy.mixture import choose_keeps  # noqa: E402
-from parallel.dry_run.job import Job, Stage, stages_of_job  # noqa: E402
-from parallel.dry_run.models import ModelShape  # noqa: E402
-from parallel.dry_run.rank_step import RankPlan, RankStep  # noqa: E402
-from parallel.dry_run.rates import GPUS  # noqa: E402
-from parallel.dry_run.reference import Cut  # noqa: E402
-from parallel.dry_run.together import play_together  # noqa: E402
-from parallel.orders import messages_of, orders_of  # noqa: E402
+from offload.policy.actions import Rates
+from offload.policy.mixture import choose_keeps
+from parallel.dry_run.job import Job, Stage, stages_of_job
+from parallel.dry_run.models import ModelShape
+from parallel.dry_run.rank_step import RankPlan, RankStep
+from parallel.dry_run.rates import GPUS
+from parallel.dry_run.reference import Cut
+from parallel.dry_run.together import play_together
+from parallel.orders import messages_of, orders_of
 
 GB = 1e9
 _BLOCK = ModelShape(
