@@ -10,6 +10,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import offload
+from offload import OffloadConfig
+from tests.inside import streams_from
+
 # Read by torch when cuBLAS is first used; without it deterministic algorithms refuse matrix products. It is
 # what Hopper gets anyway.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -40,3 +44,11 @@ def clean_allocator() -> Iterator[None]:
     yield
     gc.enable()
     gc.collect()
+
+
+@pytest.fixture
+def engine_of_the_gpu() -> Iterator[None]:
+    """The process's engine is on the GPU, and every weight matrix streams."""
+    offload.configure(OffloadConfig(), device="cuda")
+    with streams_from(1 << 16):
+        yield

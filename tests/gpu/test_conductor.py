@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,21 +10,12 @@ from torch import Tensor, nn
 
 import offload
 from bench.conflicts import CONFLICTS, stalls_ms
-from offload import OffloadConfig
 from offload.conductor import Conductor
 from offload.transfer.admission import Direction
-from tests.inside import streams_from
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_allocator")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("engine_of_the_gpu", "clean_allocator")]
 
 WIDTH, ROWS, BLOCKS = 1024, 4096, 8
-
-
-@pytest.fixture(autouse=True)
-def engine_of_the_gpu() -> Iterator[None]:
-    offload.configure(OffloadConfig(), device="cuda")
-    with streams_from(1 << 16):
-        yield
 
 
 class Block(nn.Module):

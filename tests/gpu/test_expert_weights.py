@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,20 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 import moe
 import offload
-from offload import OffloadConfig
-from tests.inside import by_expert, streams_from, window_of
+from tests.inside import by_expert, window_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_allocator")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("engine_of_the_gpu", "clean_allocator")]
 
 WIDTH, HIDDEN, EXPERTS, LAYERS = 512, 256, 32, 4
 LAYER_BYTES = 3 * EXPERTS * HIDDEN * WIDTH * 2
-
-
-@pytest.fixture(autouse=True)
-def engine_of_the_gpu() -> Iterator[None]:
-    offload.configure(OffloadConfig(), device="cuda")
-    with streams_from(1 << 16):
-        yield
 
 
 @pytest.mark.parametrize("transposed", [False, True])

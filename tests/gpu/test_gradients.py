@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,20 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload import HybridDeviceOptimizer, OffloadConfig
+from offload import HybridDeviceOptimizer
 from tests.gpu.test_weights import ROWS, WIDTH, Model, adam, pair
-from tests.inside import gradients_of, streams_from
+from tests.inside import gradients_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_allocator")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("engine_of_the_gpu", "clean_allocator")]
 
 MICROBATCHES = 4
-
-
-@pytest.fixture(autouse=True)
-def engine_of_the_gpu() -> Iterator[None]:
-    offload.configure(OffloadConfig(), device="cuda")
-    with streams_from(1 << 16):
-        yield
 
 
 def backward(model: nn.Module, number: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,22 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload import OffloadConfig, QuantLinear
+from offload import QuantLinear
 from offload.device import rows
 from tests.gpu.test_weights import BLOCKS, ROWS, WIDTH, Model, adam, step
-from tests.inside import streaming_of, streams_from
+from tests.inside import streaming_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_allocator")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("engine_of_the_gpu", "clean_allocator")]
 
 BLOCK_BYTES = 8 * WIDTH * WIDTH * 2
 INT8_BYTES = 8 * WIDTH * WIDTH + 4 * 5 * WIDTH
-
-
-@pytest.fixture(autouse=True)
-def engine_of_the_gpu() -> Iterator[None]:
-    offload.configure(OffloadConfig(), device="cuda")
-    with streams_from(1 << 16):
-        yield
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:

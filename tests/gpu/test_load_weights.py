@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import offload
-from offload import OffloadConfig
 from tests.gpu.test_weights import BLOCK_BYTES, BLOCKS, Model, adam, pair, step
-from tests.inside import streaming_of, streams_from
+from tests.inside import streaming_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_allocator")]
-
-
-@pytest.fixture(autouse=True)
-def engine_of_the_gpu() -> Iterator[None]:
-    offload.configure(OffloadConfig(), device="cuda")
-    with streams_from(1 << 16):
-        yield
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("engine_of_the_gpu", "clean_allocator")]
 
 
 def on_meta(**options: Any) -> Model:

@@ -4,7 +4,6 @@ end."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-import offload
-from offload import ActivationRuntime, OffloadConfig
+from offload import ActivationRuntime
 from offload.compat.stagehand import LayerRuntime, StagehandRuntime
 from tests.gpu.test_weights import BLOCK_BYTES, BLOCKS, ROWS, WIDTH, adam, pair, step
-from tests.inside import streams_from
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_allocator")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("engine_of_the_gpu", "clean_allocator")]
 
 MIB = 1 << 20
 PATTERN = r"^layers\.\d+$"
-
-
-@pytest.fixture(autouse=True)
-def engine_of_the_gpu() -> Iterator[None]:
-    offload.configure(OffloadConfig(), device="cuda")
-    with streams_from(1 << 16):
-        yield
 
 
 def build(model: nn.Module, blocks: float, low: float, **fields: Any) -> StagehandRuntime:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,19 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload import OffloadConfig
-from tests.inside import streaming_of, streams_from
+from tests.inside import streaming_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_allocator")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("engine_of_the_gpu", "clean_allocator")]
 
 WIDTH, ROWS, BLOCKS = 1024, 512, 12
-
-
-@pytest.fixture(autouse=True)
-def engine_of_the_gpu() -> Iterator[None]:
-    offload.configure(OffloadConfig(), device="cuda")
-    with streams_from(1 << 16):
-        yield
 
 
 class Block(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,19 +11,11 @@ import torch
 from torch import nn
 
 import offload
-from offload import OffloadConfig
 from tests.gpu.test_weights import BLOCK_BYTES, BLOCKS, ROWS, WIDTH, Model, pair
-from tests.inside import impose, streams_from
+from tests.inside import impose
 from tests.optim_pair import OVERLAPS, Overlap
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_allocator")]
-
-
-@pytest.fixture(autouse=True)
-def engine_of_the_gpu() -> Iterator[None]:
-    offload.configure(OffloadConfig(), device="cuda")
-    with streams_from(1 << 16):
-        yield
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("engine_of_the_gpu", "clean_allocator")]
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ Where a test says so, a router computes other logits in a recompute than in its 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +16,8 @@ from torch.nn import functional
 
 import offload
 from tests.unit.groups.stack import build_manager, installed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 transformers = pytest.importorskip("transformers")
 
@@ -44,14 +46,6 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 MODES: tuple[Any, ...] = ("groups", True, "watermark", "checkpoint", "hidden_states", "selective", "auto")
 RECOMPUTING = MODES[-3:]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(name: str, implementation: str, **changes: Any) -> Any:

@@ -19,9 +19,9 @@ from tests.unit.groups.stack import build_manager, installed
 
 pytest.importorskip("transformers")
 
-from tests.integration.test_apply_experts import build, equal, one_thread
+from tests.integration.test_apply_experts import build, equal
 
-__all__ = ["one_thread"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES: tuple[Any, ...] = ("groups", True, "checkpoint", "hidden_states", "selective", "auto")
 

@@ -6,7 +6,7 @@ cache of keys and values, as its own gradient checkpointing has it."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import offload
 from offload import PipelineOffloadManager
-from tests.unit.groups.stack import build_manager, installed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -64,22 +65,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, int]]] = {
 }
 MODES: tuple[Any, ...] = ("groups", True, "hidden_states", "selective")
 RECOMPUTING = ("hidden_states", "selective")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Operations this small only lose by threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def manager() -> Iterator[PipelineOffloadManager]:
-    with installed(build_manager()) as built:
-        assert built is not None
-        yield built
 
 
 def build(name: str) -> nn.Module:

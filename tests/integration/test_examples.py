@@ -8,7 +8,6 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,11 @@ import offload
 from offload import PipelineOffloadManager
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("no_manager")
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 OF_RANKS = ("experts", "fsdp2", "pipeline")
-
-
-@pytest.fixture(autouse=True)
-def _without_manager() -> Iterator[None]:
-    PipelineOffloadManager.close_instance()
-    yield
-    PipelineOffloadManager.close_instance()
 
 
 def run(name: str, **arguments: Any) -> Any:

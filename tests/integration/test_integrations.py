@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 import offload
 from offload import PipelineOffloadManager
-from tests.unit.groups.stack import build_manager, installed
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -35,17 +34,12 @@ from offload.integrations.accelerate import apply as apply_prepared  # noqa: E40
 from offload.integrations.accelerate import log  # noqa: E402
 from offload.integrations.transformers import OffloadCallback  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("manager")
+
 ROWS = torch.randint(61, (12, 16), generator=torch.Generator().manual_seed(0))
 DATA = [{"input_ids": row, "labels": row} for row in ROWS]
 NAMES = {"offload/to_host_bytes", "offload/to_device_bytes", "offload/peak_bytes", "offload/stall_ms"}
 State = dict[str, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def manager() -> Iterator[PipelineOffloadManager]:
-    with installed(build_manager()) as built:
-        assert built is not None
-        yield built
 
 
 def llama(width: int = 32) -> Any:

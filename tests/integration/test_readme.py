@@ -6,15 +6,15 @@ import contextlib
 import inspect
 import io
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import offload
-from offload import PipelineOffloadManager
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("no_manager")
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -23,13 +23,6 @@ DOCS = ROOT / "docs"
 
 def examples(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
-
-
-@pytest.fixture(autouse=True)
-def _without_manager() -> Iterator[None]:
-    PipelineOffloadManager.close_instance()
-    yield
-    PipelineOffloadManager.close_instance()
 
 
 def run(page: Path, examples: list[str], names: dict[str, Any]) -> dict[str, Any]:

@@ -7,14 +7,13 @@ The ranks are started once for all schedules; each test then looks at one thing 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional
@@ -415,13 +414,6 @@ def test_four_ranks_get_the_same_gradients_with_and_without_offload(tmp_path: Pa
     for report in reports:
         assert report["said"] == report["foretold"]
         assert report["lent_after"] == 0
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -4,7 +4,6 @@ or a random number, and leaves nothing behind."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from random import Random
 from typing import Any
@@ -19,16 +18,9 @@ from tests.inside import exactly
 from tests.property.apply_programs import MODES, Program, Run, programs
 from tests.unit.groups.stack import build_manager, installed
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CHECKS = list(HealthCheck)  # large examples are the point
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Operators this small only wait for a second one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def bits(tensor: torch.Tensor | None) -> bytes | None:

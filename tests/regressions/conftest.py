@@ -3,15 +3,8 @@ on, in the whole process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-
-from offload import PipelineOffloadManager
 
 
 @pytest.fixture(autouse=True)
-def _no_manager_of_another_test() -> Iterator[None]:
-    PipelineOffloadManager.close_instance()
-    yield
-    PipelineOffloadManager.close_instance()
+def _no_manager_of_another_test(no_manager: None) -> None: ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,15 +19,9 @@ from offload import PipelineOffloadManager
 from offload.errors import OffloadError
 from offload.report import Report
 from offload.telemetry.figures import Figures
-from tests.unit.groups.stack import build_manager, installed
 from tests.unit.modules.training import build, train
 
-
-@pytest.fixture(autouse=True)
-def manager() -> Iterator[PipelineOffloadManager]:
-    with installed(build_manager()) as found:
-        assert found is not None
-        yield found
+pytestmark = pytest.mark.usefixtures("manager")
 
 
 def hooks_of(model: nn.Module) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -47,20 +46,7 @@ from tests.unit.groups.stack import (
     one_f_one_b,
 )
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def manager() -> Iterator[PipelineOffloadManager]:
-    with installed(build_manager()) as built:
-        assert built is not None
-        yield built
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def square(x: Tensor, name: str = "a") -> Tensor:

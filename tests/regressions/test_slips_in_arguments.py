@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,17 +19,9 @@ from torch import Tensor, nn
 
 import offload
 from offload import PipelineOffloadManager
-from tests.unit.groups.stack import build_manager, installed
 from tests.unit.modules.training import build, train
 
 SIZES = ("device_limit", "host_limit", "device_total", "high", "low", "host_reserve")
-
-
-@pytest.fixture
-def manager() -> Iterator[PipelineOffloadManager]:
-    with installed(build_manager()) as found:
-        assert found is not None
-        yield found
 
 
 def applied(argument: str, value: Any) -> offload.Applied:

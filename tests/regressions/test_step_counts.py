@@ -10,7 +10,7 @@ has to agree in both, and the total with their sum.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.optim.lr_scheduler import StepLR
 
 import offload
-from offload import PipelineOffloadManager
 from offload.telemetry.figures import Figures, Ledger
-from tests.unit.groups.stack import build_manager, installed
 from tests.unit.modules.training import ROWS, WIDTH, Model, build
 
+pytestmark = pytest.mark.usefixtures("manager")
+
 Optimizer = torch.optim.Optimizer
-
-
-@pytest.fixture(autouse=True)
-def manager() -> Iterator[PipelineOffloadManager]:
-    with installed(build_manager()) as built:
-        assert built is not None
-        yield built
 
 
 def backward(model: nn.Module) -> Tensor:

@@ -3,8 +3,6 @@ closes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -27,14 +25,9 @@ from offload.errors import HostBudgetError
 from offload.memory.budget import LocalHostBudget
 from offload.memory.ledger import SharedHostBudget, shared_by_store
 
+pytestmark = pytest.mark.usefixtures("no_manager")
+
 KIB, MIB, GIB = 1024, 1 << 20, 1 << 30
-
-
-@pytest.fixture(autouse=True)
-def nobody_before_or_after() -> Iterator[None]:
-    PipelineOffloadManager.close_instance()
-    yield
-    PipelineOffloadManager.close_instance()
 
 
 def a_model() -> nn.Module:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,6 @@ INPUT = ROWS * WIDTH * FLOAT  # of fc1
 HIDDEN = 2 * INPUT  # fc1's output, which gelu saves
 FATES = ("came_back_bytes", "read_here_bytes", "unread_bytes")
 REASONS = ("by_plan_bytes", "no_host_bytes", "denied_bytes", "freed_first_bytes")
-
-
-@pytest.fixture
-def manager() -> Iterator[PipelineOffloadManager]:
-    with installed(build_manager()) as manager:
-        assert manager is not None
-        yield manager
 
 
 def trained(steps: int, names: tuple[str, ...] = ("fc1", "act"), **driver: int) -> list[StepStats]:

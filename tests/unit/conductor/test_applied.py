@@ -10,7 +10,6 @@ import gc
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,9 @@ from tests.ticks import counted_time
 from tests.unit.groups.stack import build_manager, installed
 from tests.unit.weights.streamed import ROWS, WIDTH, Model, adam, squares, streamed
 
+pytestmark = pytest.mark.usefixtures("manager")
+
 WHOLE = [Phase.STEP_BEGIN, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.STEP_END]
-
-
-@pytest.fixture(autouse=True)
-def manager() -> Iterator[PipelineOffloadManager]:
-    with installed(build_manager()) as built:
-        assert built is not None
-        yield built
 
 
 def phases_of(conductor: Conductor) -> list[Phase]:

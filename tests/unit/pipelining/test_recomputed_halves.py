@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,6 +30,8 @@ from tests.parsed import parse_action
 from tests.ticks import counted_time
 from tests.unit.groups.stack import build_manager, installed
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 ROWS, WIDTH, MICROBATCHES, LAYERS = 8, 16, 4, 2
 SAVE = ROWS * WIDTH * 4
 
@@ -49,13 +50,6 @@ class Block(nn.Module):
         Block.forwards += 1
         y = self.norm(x)
         return x + self.down(functional.dropout(torch.tanh(self.gate(y)) * self.up(y), 0.1))
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Pipeline:

@@ -3,13 +3,11 @@ measured times are tried and followed, whatever they leave between the halves of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -22,6 +20,8 @@ from offload.policy.actions import Action, Rates
 from offload.policy.mixture import choose_keeps
 from parallel.schedules import SCHEDULES, build_schedule
 from tests.unit.groups.stack import build_manager, installed
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 ROWS, WIDTH, MICROBATCHES, LAYERS = 8, 16, 4, 2
 SAVE = ROWS * WIDTH * 4
@@ -44,13 +44,6 @@ class Block(nn.Module):
         with offload_hooks():
             x = x + self.outer(y * y.sin())
         return group_commit(x, "outer")
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def pipeline(name: str) -> tuple[Any, list[OffloadPipelineStage]]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -32,6 +31,8 @@ from offload.pipelining.order import actions_of
 from offload.pipelining.stage import OffloadPipelineStage
 from offload.telemetry.speaker import Once
 from parallel.schedules import SCHEDULES, build_schedule
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 WIDTH, MICROBATCHES = 4, 4
 BY_CONTEXT = hasattr(PipelineStage, "register_forward_context")
@@ -60,13 +61,6 @@ class Listener:
 
     def register_external(self, tensor: Tensor) -> None:
         self.said.append(f"external {tuple(tensor.shape)}")
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def example(*, requires_grad: bool = True) -> Tensor:

@@ -3,15 +3,13 @@ collective that still runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.utils._pytree import tree_map
@@ -22,13 +20,6 @@ from tests.unit.saved.rig import Rig, assert_equal_bits
 from tests.unit.saved.test_views import keep
 
 ELEMENTS = 256
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def distributed(mesh: DeviceMesh, placement: Shard | Replicate, *size: int) -> DTensor:
