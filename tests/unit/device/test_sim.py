@@ -42,8 +42,7 @@ def test_it_is_a_device_of_named_lanes() -> None:
 
 
 # -- whose memory --------------------------------------------------------------------------------------------
-def test_it_owns_ordinary_cpu_tensors_and_not_what_it_lent_as_host_memory() -> None:
-    device = SimDevice()
+def test_it_owns_ordinary_cpu_tensors_and_not_what_it_lent_as_host_memory(device: SimDevice) -> None:
     piece = device.host_memory(BLOCK, BLOCK).pieces[0]
     for owned in (
         new(),
@@ -63,8 +62,7 @@ def test_it_owns_ordinary_cpu_tensors_and_not_what_it_lent_as_host_memory() -> N
     assert SimDevice().owns(piece), "it is another device's"
 
 
-def test_it_does_not_own_tensors_without_bytes_of_its_own() -> None:
-    device = SimDevice()
+def test_it_does_not_own_tensors_without_bytes_of_its_own(device: SimDevice) -> None:
     with FakeTensorMode():
         fake = torch.empty(4)
     in_vmap: list[bool] = []
@@ -83,8 +81,7 @@ def test_it_does_not_own_tensors_without_bytes_of_its_own() -> None:
     assert [device.owns(tensor) for tensor in others] + in_vmap == [False] * 5
 
 
-def test_host_memory_comes_in_pieces_of_at_most_a_registration() -> None:
-    device = SimDevice()
+def test_host_memory_comes_in_pieces_of_at_most_a_registration(device: SimDevice) -> None:
     memory: HostMemory = device.host_memory(2 * BLOCK + 1, BLOCK)
     assert [(piece.numel(), piece.dtype) for piece in memory.pieces] == [
         (BLOCK, torch.uint8),
@@ -102,8 +99,7 @@ def test_host_memory_that_the_system_refuses_is_a_budget_error() -> None:
         SimDevice().host_memory(1 << 60, 1 << 60)
 
 
-def test_host_memory_may_not_be_released_while_a_copy_is_in_flight_nor_used_after() -> None:
-    device = SimDevice()
+def test_host_memory_may_not_be_released_while_a_copy_is_in_flight_nor_used_after(device: SimDevice) -> None:
     memory, source = device.host_memory(BLOCK, BLOCK), new()
     block = memory.pieces[0]
     event = spill(device, block, source)
@@ -116,8 +112,7 @@ def test_host_memory_may_not_be_released_while_a_copy_is_in_flight_nor_used_afte
         device.copy(device.d2h, [(block, source)])
 
 
-def test_a_piece_of_host_memory_goes_alone_and_only_after_its_last_copy() -> None:
-    device = SimDevice()
+def test_a_piece_of_host_memory_goes_alone_and_only_after_its_last_copy(device: SimDevice) -> None:
     memory, source = device.host_memory(3 * BLOCK, BLOCK), new()
     first, block, last = memory.pieces
     event = spill(device, block, source)
@@ -183,8 +178,7 @@ def test_a_side_that_dies_before_its_copy_ran_is_an_error_that_names_the_copy(si
         device.synchronize(event)
 
 
-def test_a_storage_resized_away_under_its_copy_is_an_error() -> None:
-    device = SimDevice()
+def test_a_storage_resized_away_under_its_copy_is_an_error(device: SimDevice) -> None:
     block, source = device.host_memory(BLOCK, BLOCK).pieces[0], new()
     event = spill(device, block, source)
     source.untyped_storage().resize_(0)
@@ -220,8 +214,7 @@ def test_a_dead_source_without_the_check_leaves_poison() -> None:
     assert block.unique().tolist() == [POISON]
 
 
-def test_an_address_that_the_allocator_uses_again_is_not_the_old_storage() -> None:
-    device = SimDevice()
+def test_an_address_that_the_allocator_uses_again_is_not_the_old_storage(device: SimDevice) -> None:
     block = device.host_memory(BLOCK, BLOCK).pieces[0]
     memory = bytearray(BLOCK)
     for _ in range(50):  # the objects' own addresses are used again too
@@ -236,8 +229,7 @@ def test_an_address_that_the_allocator_uses_again_is_not_the_old_storage() -> No
         del buffer
 
 
-def test_the_bookkeeping_goes_with_the_storages() -> None:
-    device = SimDevice()
+def test_the_bookkeeping_goes_with_the_storages(device: SimDevice) -> None:
     block = device.host_memory(BLOCK, BLOCK).pieces[0]
     for _ in range(100):
         source = new()
@@ -249,8 +241,7 @@ def test_the_bookkeeping_goes_with_the_storages() -> None:
 
 
 # -- counts --------------------------------------------------------------------------------------------------
-def test_active_bytes_are_the_living_storages_that_it_lent_or_was_told_of() -> None:
-    device = SimDevice()
+def test_active_bytes_are_the_living_storages_that_it_lent_or_was_told_of(device: SimDevice) -> None:
     buffer, source, untold = device.empty(100), new(), new()
     device.note_write(device.compute, source)
     device.note_write(device.compute, source[10:])
@@ -264,8 +255,7 @@ def test_active_bytes_are_the_living_storages_that_it_lent_or_was_told_of() -> N
     assert device.active_bytes() == 0
 
 
-def test_copies_are_counted_by_lane_when_they_are_issued() -> None:
-    device = SimDevice()
+def test_copies_are_counted_by_lane_when_they_are_issued(device: SimDevice) -> None:
     block, source = device.host_memory(BLOCK, BLOCK).pieces[0], new()
     device.copy(device.d2h, [(block[:10], source[:10]), (block[10:30], source[10:30])])
     assert (device.copies(device.d2h), device.copied_bytes(device.d2h)) == (2, 30)
@@ -273,8 +263,7 @@ def test_copies_are_counted_by_lane_when_they_are_issued() -> None:
 
 
 # -- threads -------------------------------------------------------------------------------------------------
-def test_the_compute_lane_is_chosen_by_each_thread() -> None:
-    device = SimDevice()
+def test_the_compute_lane_is_chosen_by_each_thread(device: SimDevice) -> None:
     side = device.new_compute_lane("side")
     seen: list[str] = []
     with device.use_lane(side):
@@ -341,8 +330,7 @@ def test_a_copy_takes_equal_runs_of_bytes_only(destination: torch.Tensor, source
     assert device.copies(device.h2d) == 0
 
 
-def test_the_host_is_no_lane_for_device_work() -> None:
-    device = SimDevice()
+def test_the_host_is_no_lane_for_device_work(device: SimDevice) -> None:
     with pytest.raises(ValueError, match="call synchronize"):
         device.wait(device.host, device.record(device.d2h), "restore")
     with pytest.raises(ValueError, match="not a lane for copies"):
@@ -351,8 +339,7 @@ def test_the_host_is_no_lane_for_device_work() -> None:
         pass
 
 
-def test_negative_sizes_are_refused() -> None:
-    device = SimDevice()
+def test_negative_sizes_are_refused(device: SimDevice) -> None:
     with pytest.raises(ValueError, match="-1 bytes of device memory"):
         device.empty(-1)
     for sizes in ((-1, 4), (4, 0)):

@@ -224,8 +224,7 @@ def test_a_long_random_program_with_all_its_edges_moves_every_byte_right(
             del source
 
 
-def test_a_lane_that_cannot_go_on_names_the_waiter_and_the_copy() -> None:
-    device = SimDevice()
+def test_a_lane_that_cannot_go_on_names_the_waiter_and_the_copy(device: SimDevice) -> None:
     blocks = device.host_memory(2 * BLOCK, BLOCK).pieces
     source, later = filled(1), filled(2)
     spill(device, blocks[0], source)
@@ -242,8 +241,7 @@ def test_a_lane_that_cannot_go_on_names_the_waiter_and_the_copy() -> None:
             device.synchronize(behind)
 
 
-def test_a_wait_for_a_point_that_was_never_issued_is_a_deadlock() -> None:
-    device = SimDevice()
+def test_a_wait_for_a_point_that_was_never_issued_is_a_deadlock(device: SimDevice) -> None:
     event = device.record(device.h2d)
     event.number = 3
     with pytest.raises(

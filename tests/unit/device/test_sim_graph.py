@@ -70,9 +70,8 @@ def test_replays_compute_and_copy_what_was_captured(executor: ExecutorName) -> N
         assert bool((bench.block == value).all())
 
 
-def test_graph_keeps_the_bytes_of_a_source_that_is_gone() -> None:
+def test_graph_keeps_the_bytes_of_a_source_that_is_gone(device: SimDevice) -> None:
     """As a graph's memory pool does: the address stays, with what compute wrote there at the capture."""
-    device = SimDevice()
     bench = Bench(device)
     bench.value = 7
     with device.capture() as graph:
@@ -86,8 +85,7 @@ def test_graph_keeps_the_bytes_of_a_source_that_is_gone() -> None:
     assert bool((bench.block == 7).all())
 
 
-def test_two_graphs_are_ordered_by_the_lane_that_replays_them() -> None:
-    device = SimDevice()
+def test_two_graphs_are_ordered_by_the_lane_that_replays_them(device: SimDevice) -> None:
     bench = Bench(device)
     with device.capture() as forward:
         bench.send()
@@ -101,8 +99,7 @@ def test_two_graphs_are_ordered_by_the_lane_that_replays_them() -> None:
         assert bool((bench.out == value).all())
 
 
-def test_graphs_on_lanes_that_nothing_orders_have_a_hazard() -> None:
-    device = SimDevice()
+def test_graphs_on_lanes_that_nothing_orders_have_a_hazard(device: SimDevice) -> None:
     bench = Bench(device)
     side = device.new_compute_lane("side")
     with device.capture() as forward:
@@ -153,16 +150,14 @@ FORBIDDEN: dict[str, Callable[[SimDevice, SimEvent], Any]] = {
 
 
 @pytest.mark.parametrize("what", FORBIDDEN)
-def test_what_ends_a_capture_on_a_gpu_is_an_error(what: str) -> None:
-    device = SimDevice()
+def test_what_ends_a_capture_on_a_gpu_is_an_error(device: SimDevice, what: str) -> None:
     event = passed(device)
     with device.capture(), pytest.raises(HazardError, match=f"capture: {what} while a graph is captured"):
         FORBIDDEN[what](device, event)
     assert device.poll(event)
 
 
-def test_unpinning_in_a_capture_is_an_error() -> None:
-    device = SimDevice()
+def test_unpinning_in_a_capture_is_an_error(device: SimDevice) -> None:
     memory = device.host_memory(4096, 4096)
     with device.capture(), pytest.raises(HazardError, match="capture: unpinning"):
         memory.release()
@@ -179,8 +174,7 @@ def test_wait_in_a_capture_for_an_event_of_before_is_an_error_although_it_has_pa
 
 
 @pytest.mark.parametrize("later", ["eager", "another capture"])
-def test_event_of_a_capture_is_none_after_it(later: str) -> None:
-    device = SimDevice()
+def test_event_of_a_capture_is_none_after_it(device: SimDevice, later: str) -> None:
     with device.capture():
         event = device.record(device.compute)
     match = "recorded in a capture that is over"
@@ -197,8 +191,7 @@ def test_event_of_a_capture_is_none_after_it(later: str) -> None:
             call()
 
 
-def test_lane_that_is_not_joined_ends_the_capture_with_an_error() -> None:
-    device = SimDevice()
+def test_lane_that_is_not_joined_ends_the_capture_with_an_error(device: SimDevice) -> None:
     bench = Bench(device)
 
     def capture() -> None:
@@ -216,8 +209,7 @@ def test_lane_that_is_not_joined_ends_the_capture_with_an_error() -> None:
     assert not device.is_capturing()
 
 
-def test_copy_on_a_lane_outside_of_the_capture_is_an_error() -> None:
-    device = SimDevice()
+def test_copy_on_a_lane_outside_of_the_capture_is_an_error(device: SimDevice) -> None:
     bench = Bench(device)
     with (
         device.capture(),
@@ -226,8 +218,7 @@ def test_copy_on_a_lane_outside_of_the_capture_is_an_error() -> None:
         device.copy(device.d2h, [(bench.block, bench.source)])
 
 
-def test_capture_is_of_the_lane_it_began_on() -> None:
-    device = SimDevice()
+def test_capture_is_of_the_lane_it_began_on(device: SimDevice) -> None:
     side = device.new_compute_lane("side")
     with device.capture():
         assert device.is_capturing()
@@ -254,8 +245,7 @@ class Watcher(CaptureWatcher):
         self.seen.append((f"over, complete {complete}", self.device.is_capturing()))
 
 
-def test_watcher_is_told_before_the_begin_before_the_end_and_after() -> None:
-    device = SimDevice()
+def test_watcher_is_told_before_the_begin_before_the_end_and_after(device: SimDevice) -> None:
     watcher = Watcher(device)
     with device.watch_captures(watcher):
         with device.capture():
@@ -267,8 +257,7 @@ def test_watcher_is_told_before_the_begin_before_the_end_and_after() -> None:
     assert watcher.seen == [("begins", False), ("ends", True), ("over, complete True", False)]
 
 
-def test_replays_are_watched_on_the_graph_itself() -> None:
-    device = SimDevice()
+def test_replays_are_watched_on_the_graph_itself(device: SimDevice) -> None:
     with device.capture() as graph:
         pass
     calls: list[str] = []

@@ -134,8 +134,7 @@ def test_a_restore_needs_the_event_of_its_own_spill(executor: ExecutorName) -> N
         block_passes_from_restore_to_spill(SimDevice(executor=executor, without={"restore"}))
 
 
-def test_two_lanes_may_not_write_the_same_bytes_unordered() -> None:
-    device = SimDevice()
+def test_two_lanes_may_not_write_the_same_bytes_unordered(device: SimDevice) -> None:
     first, second = device.host_memory(2 * BLOCK, BLOCK).pieces
     buffer = device.empty(BLOCK)
     for lane in ("d2h", "h2d"):
@@ -145,8 +144,7 @@ def test_two_lanes_may_not_write_the_same_bytes_unordered() -> None:
         device.copy(device.d2h, [(buffer, second)])
 
 
-def test_a_source_may_not_be_overwritten_while_it_leaves() -> None:
-    device = SimDevice()
+def test_a_source_may_not_be_overwritten_while_it_leaves(device: SimDevice) -> None:
     source, block = saved(device, 1), device.host_memory(BLOCK, BLOCK).pieces[0]
     order(device, "spill", first="compute", then="d2h")
     device.copy(device.d2h, [(block, source)])
@@ -181,8 +179,7 @@ def test_a_hazard_says_which_edges_there_are_and_which_were_left_out() -> None:
     assert device.copies(device.h2d) == 0, "nothing was issued"
 
 
-def test_neighbours_in_one_storage_do_not_conflict_and_an_overlap_of_one_byte_does() -> None:
-    device = SimDevice()
+def test_neighbours_in_one_storage_do_not_conflict_and_an_overlap_of_one_byte_does(device: SimDevice) -> None:
     piece = device.host_memory(4 * BLOCK, 4 * BLOCK).pieces[0]
     source, buffer = saved(device, 1), torch.empty(BLOCK, dtype=torch.uint8)
     order(device, "spill", first="compute", then="d2h")
@@ -194,8 +191,7 @@ def test_neighbours_in_one_storage_do_not_conflict_and_an_overlap_of_one_byte_do
             device.copy(device.h2d, [(buffer, piece[start : start + BLOCK])])
 
 
-def test_a_strided_view_covers_the_bytes_from_its_first_element_to_its_last() -> None:
-    device = SimDevice()
+def test_a_strided_view_covers_the_bytes_from_its_first_element_to_its_last(device: SimDevice) -> None:
     matrix = torch.zeros(4, 16, dtype=torch.int32)
     piece = device.host_memory(1024, 1024).pieces[0]
     device.note_write(device.compute, matrix[:, 4:8])  # elements 4 to 3 * 16 + 7
@@ -234,8 +230,7 @@ def test_a_poll_that_said_no_orders_nothing() -> None:
         device.note_free(device.compute, source)
 
 
-def test_order_is_transitive_over_lanes() -> None:
-    device = SimDevice()
+def test_order_is_transitive_over_lanes(device: SimDevice) -> None:
     block, source, buffer = device.host_memory(BLOCK, BLOCK).pieces[0], saved(device, 1), device.empty(BLOCK)
     order(device, "spill", first="compute", then="d2h")
     device.copy(device.d2h, [(block, source)])
@@ -244,8 +239,7 @@ def test_order_is_transitive_over_lanes() -> None:
     device.copy(device.h2d, [(buffer, block)])
 
 
-def test_an_event_orders_only_what_was_issued_before_it() -> None:
-    device = SimDevice()
+def test_an_event_orders_only_what_was_issued_before_it(device: SimDevice) -> None:
     block, source = device.host_memory(BLOCK, BLOCK).pieces[0], saved(device, 1)
     early = device.record(device.compute)
     late = saved(device, 2)
@@ -255,8 +249,7 @@ def test_an_event_orders_only_what_was_issued_before_it() -> None:
         device.copy(device.d2h, [(block, late)])
 
 
-def test_a_second_compute_lane_needs_an_edge_to_read_what_the_first_made() -> None:
-    device = SimDevice()
+def test_a_second_compute_lane_needs_an_edge_to_read_what_the_first_made(device: SimDevice) -> None:
     side = device.new_compute_lane("side")
     tensor = saved(device, 1)
     with device.use_lane(side):
@@ -272,8 +265,7 @@ def test_a_second_compute_lane_needs_an_edge_to_read_what_the_first_made() -> No
     device.note_free(device.compute, tensor)
 
 
-def test_the_hosts_own_reads_of_host_memory_are_checked_too() -> None:
-    device = SimDevice()
+def test_the_hosts_own_reads_of_host_memory_are_checked_too(device: SimDevice) -> None:
     block, source = device.host_memory(BLOCK, BLOCK).pieces[0], saved(device, 7)
     order(device, "spill", first="compute", then="d2h")
     device.copy(device.d2h, [(block, source)])

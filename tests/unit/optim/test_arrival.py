@@ -262,9 +262,8 @@ def test_a_copy_of_the_root_has_the_roots_own_new_weights() -> None:
 
 
 @pytest.mark.parametrize("how", [pickle.dumps, copy.deepcopy, copy.copy])
-def test_the_optimizer_itself_is_not_copied(how: Callable[[Any], Any]) -> None:
+def test_the_optimizer_itself_is_not_copied(model: nn.Module, how: Callable[[Any], Any]) -> None:
     """The copy had param groups and nothing else: its first step was an AttributeError."""
-    model = net()
     optimizer = hybrid(model, offload_fraction=1.0, model=model, engine=engine(), cpu_share=1.0)
     train(model, optimizer, 1)
     with pytest.raises(
@@ -274,9 +273,7 @@ def test_the_optimizer_itself_is_not_copied(how: Callable[[Any], Any]) -> None:
     optimizer.close()
 
 
-def test_a_closed_optimizer_leaves_the_model_without_a_hook_of_its_own() -> None:
-    model = net()
-
+def test_a_closed_optimizer_leaves_the_model_without_a_hook_of_its_own(model: nn.Module) -> None:
     def hooks() -> int:
         return sum(len(module._forward_pre_hooks) for module in model.modules())
 

@@ -58,8 +58,7 @@ def test_in_the_backward_that_is_the_last_every_gradient_leaves_before_step_is_c
 
 
 @pytest.mark.parametrize("overlap", ["step", "forward"])
-def test_without_the_promise_no_gradient_leaves_before_step(overlap: str) -> None:
-    model = net()
+def test_without_the_promise_no_gradient_leaves_before_step(model: nn.Module, overlap: str) -> None:
     optimizer, device = made(model, cpu_share=1.0, overlap=overlap)
     optimizer.last_microbatch = True
     backward(model, 0)
@@ -69,8 +68,7 @@ def test_without_the_promise_no_gradient_leaves_before_step(overlap: str) -> Non
     assert landed(device) == LEAVES
 
 
-def test_a_schedule_can_say_which_microbatch_is_the_last() -> None:
-    model = net()
+def test_a_schedule_can_say_which_microbatch_is_the_last(model: nn.Module) -> None:
     optimizer, device = made(model, cpu_share=1.0, overlap="backward")
     for microbatch in range(3):
         optimizer.last_microbatch = microbatch == 2
@@ -79,8 +77,7 @@ def test_a_schedule_can_say_which_microbatch_is_the_last() -> None:
         assert settled(optimizer, device) == (LEAVES if microbatch == 2 else 0)
 
 
-def test_unless_it_is_said_as_many_backwards_are_expected_as_in_the_step_before() -> None:
-    model = net()
+def test_unless_it_is_said_as_many_backwards_are_expected_as_in_the_step_before(model: nn.Module) -> None:
     optimizer, device = made(model, cpu_share=1.0, overlap="backward")
     train(model, optimizer, 1, microbatches=3)
     optimizer.synchronize_parameters()
@@ -188,8 +185,7 @@ def test_a_grad_scaler_skips_and_scales_as_with_torchs_own(share: float, executo
     assert_same_bits(mine, theirs)
 
 
-def test_a_grad_scaler_breaks_the_promise_of_steps_in_the_backward() -> None:
-    model = net()
+def test_a_grad_scaler_breaks_the_promise_of_steps_in_the_backward(model: nn.Module) -> None:
     optimizer, _ = made(model, overlap="backward")
     optimizer.last_microbatch = True
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -264,8 +260,7 @@ def test_stepping_in_the_backward_gives_the_same_bits(share: float, dtype: torch
     assert_same_bits(trained(overlap="backward"), trained(overlap_cpu_optimizer_d2h_h2d=False))
 
 
-def test_the_weights_are_already_on_their_way_when_step_is_called() -> None:
-    model = net()
+def test_the_weights_are_already_on_their_way_when_step_is_called(model: nn.Module) -> None:
     optimizer, device = made(model, cpu_share=1.0, overlap="backward")
     optimizer.last_microbatch = True
     backward(model, 0)
@@ -347,9 +342,8 @@ def test_a_broken_promise_is_an_error_until_state_is_loaded(what: str, message: 
     assert_same_bits(after, train(reference, AdamW(reference.parameters(), **FUSED), 4))
 
 
-def test_a_gradient_may_be_read_before_step() -> None:
+def test_a_gradient_may_be_read_before_step(model: nn.Module) -> None:
     """Until step() its class is another: who reads it gets torch's own tensors, and after it all is plain."""
-    model = net()
     optimizer, _ = made(model, overlap="backward")
     optimizer.last_microbatch = True
     backward(model, 0)
@@ -358,8 +352,7 @@ def test_a_gradient_may_be_read_before_step() -> None:
     assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())
 
 
-def test_a_second_backward_after_a_bucket_was_stepped_is_an_error_that_says_no_sync() -> None:
-    model = net()
+def test_a_second_backward_after_a_bucket_was_stepped_is_an_error_that_says_no_sync(model: nn.Module) -> None:
     optimizer, _ = made(model, overlap="backward")
     optimizer.last_microbatch = True
     backward(model, 0)
@@ -409,8 +402,7 @@ def test_a_gradient_written_between_the_step_and_the_next_forward_was_read_befor
     assert_same_bits(weights(model, optimizer), weights(reference, expected))
 
 
-def test_clipping_asked_for_before_a_backward_that_steps_is_an_error_too() -> None:
-    model = net()
+def test_clipping_asked_for_before_a_backward_that_steps_is_an_error_too(model: nn.Module) -> None:
     optimizer, _ = made(model, overlap="backward")
     optimizer.last_microbatch = True
     optimizer.max_grad_norm = 1.0

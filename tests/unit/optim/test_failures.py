@@ -245,8 +245,7 @@ def test_an_error_on_a_worker_is_raised_in_the_next_call_says_what_it_means_and_
     optimizer.close()
 
 
-def test_an_optimizer_that_failed_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = net()
+def test_an_optimizer_that_failed_can_be_closed(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = hybrid(model, offload_fraction=1.0, cpu_share=1.0, model=model)
     monkeypatch.setattr(CpuBucket, "step", failing(CpuBucket.step, 1))
     backward(model, 0)

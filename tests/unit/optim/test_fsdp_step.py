@@ -72,8 +72,7 @@ def test_parameters_that_join_or_change_their_group_are_stepped_with_its_values(
     optimizer.close()
 
 
-def test_a_closure_is_evaluated_once_a_step_and_its_loss_returned() -> None:
-    model = net()
+def test_a_closure_is_evaluated_once_a_step_and_its_loss_returned(model: nn.Module) -> None:
     optimizer = wrapped(model)
     losses: list[torch.Tensor] = []
 
@@ -114,10 +113,9 @@ def test_a_step_that_breaks_off_is_over_when_its_error_arrives(
 
 
 @pytest.mark.req("S3-47")
-def test_the_device_holds_three_buckets_whatever_the_number_of_parameters() -> None:
+def test_the_device_holds_three_buckets_whatever_the_number_of_parameters(model: nn.Module) -> None:
     """A bucket of 2048 bytes of weights: those, their gradients and two moments. Uneven sections make no
     bucket longer than that."""
-    model = net()
     optimizer = wrapped(model)
     assert optimizer.ring_bytes <= 3 * 4 * 2048
     device = optimizer.engine.device

@@ -214,8 +214,7 @@ def test_parameters_whose_memory_is_not_in_order_of_their_dimensions_are_right(
 
 # -- places and sub-optimizers -------------------------------------------------------------------------------
 @pytest.mark.req("S3-28", "S3-39")
-def test_the_first_parameters_leave_and_sub_optimizers_are_the_cpus_then_the_gpus() -> None:
-    model = net()
+def test_the_first_parameters_leave_and_sub_optimizers_are_the_cpus_then_the_gpus(model: nn.Module) -> None:
     optimizer = hybrid(model, offload_fraction=0.6, cpu_share=1.0, bucket_bytes=1 << 20)
     places = [optimizer.place_of(parameter) for parameter in model.parameters()]
     # 2310 + 70 + 3360 of 6131
@@ -281,10 +280,9 @@ def test_the_arguments_and_their_defaults_are_megatrons() -> None:
 
 @pytest.mark.req("S3-41")
 @pytest.mark.parametrize(("params", "grads"), [(True, True), (True, False), (False, True), (False, False)])
-def test_only_what_is_asked_for_is_pinned(params: bool, grads: bool) -> None:
+def test_only_what_is_asked_for_is_pinned(model: nn.Module, params: bool, grads: bool) -> None:
     """float32 AdamW: 12 bytes an element of weights and moments, 4 of gradients. Lent by the arena is what
     would be pinned."""
-    model = net()
     optimizer = hybrid(model, offload_fraction=1.0, cpu_share=1.0, pin_cpu_params=params, pin_cpu_grads=grads)
     padded = sum(-(-parameter.numel() // 16) * 16 for parameter in model.parameters())
     assert optimizer.engine.arena.stats().lent_bytes == padded * (12 * params + 4 * grads)
@@ -362,8 +360,7 @@ def test_a_group_added_between_steps_is_trained(options: dict[str, Any]) -> None
     )
 
 
-def test_a_group_that_cannot_be_added_leaves_the_optimizer_as_it_was() -> None:
-    model = net()
+def test_a_group_that_cannot_be_added_leaves_the_optimizer_as_it_was(model: nn.Module) -> None:
     optimizer = hybrid(model, params=list(model.parameters())[:2], offload_fraction=1.0)
     wrong = nn.Parameter(torch.zeros(4, 4).expand(4, 4).as_strided((4, 4), (0, 1)))
     with pytest.raises(ValueError, match=r"parameter 2 .* leave gaps or overlap"):
@@ -512,8 +509,7 @@ def test_a_parameter_without_a_gradient_is_left_alone_and_keeps_its_own_count(
     assert_same_bits(trained(model, optimizer), expected)
 
 
-def test_a_step_without_any_gradient_changes_nothing() -> None:
-    model = net()
+def test_a_step_without_any_gradient_changes_nothing(model: nn.Module) -> None:
     optimizer = hybrid(model, offload_fraction=1.0)
     before = weights(model, optimizer)
     optimizer.step()
@@ -528,8 +524,7 @@ def test_a_closed_optimizer_has_no_bytes_on_the_host(share: float) -> None:
     assert optimizer.host_bytes == 0
 
 
-def test_a_dummy_step_knows_a_parameter_that_was_put_into_a_group_since() -> None:
-    model = net()
+def test_a_dummy_step_knows_a_parameter_that_was_put_into_a_group_since(model: nn.Module) -> None:
     *others, last = model.parameters()
     optimizer = hybrid(model, params=others, offload_fraction=1.0)
     optimizer.param_groups[0]["params"].append(last)
@@ -548,8 +543,7 @@ class Tagged(SGD):
         return super().step(closure)
 
 
-def test_a_dummy_step_shows_a_class_the_parameters_that_it_was_given() -> None:
-    model = net()
+def test_a_dummy_step_shows_a_class_the_parameters_that_it_was_given(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.kind = "seen"  # type: ignore[attr-defined]
     optimizer = HybridDeviceOptimizer(model.parameters(), 0.0, gpu_optimizer_cls=Tagged, lr=0.1)
@@ -593,8 +587,7 @@ def test_parameters_without_elements_are_no_trouble() -> None:
             assert full.detach().max() < 1
 
 
-def test_the_order_error_of_autograd_still_sees_a_step_between_forward_and_backward() -> None:
-    model = net()
+def test_the_order_error_of_autograd_still_sees_a_step_between_forward_and_backward(model: nn.Module) -> None:
     optimizer = hybrid(model, offload_fraction=1.0, model=model)
     backward(model, 0)
     loss = model(torch.randn(8, 33)).square().mean()
@@ -685,8 +678,7 @@ def test_groups_with_and_without_amsgrad_share_a_bucket(share: float) -> None:
     assert_same_bits(found, expected)
 
 
-def test_without_a_gradient_the_norm_is_a_zero_as_torchs() -> None:
-    model = net()
+def test_without_a_gradient_the_norm_is_a_zero_as_torchs(model: nn.Module) -> None:
     optimizer = hybrid(model, offload_fraction=1.0)
     norm, torchs = optimizer.clip_grad_norm_(1.0), nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert (norm.shape, norm.dtype, float(norm)) == (torchs.shape, torchs.dtype, float(torchs))

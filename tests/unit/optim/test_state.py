@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from offload.optim.groups import _View
@@ -149,10 +149,9 @@ def test_state_has_the_shapes_of_its_parameters_and_the_values_of_torchs(options
             assert torch.equal(state[name], plain.state[theirs][name])
 
 
-def test_a_state_dict_is_a_copy_that_later_steps_leave_alone() -> None:
+def test_a_state_dict_is_a_copy_that_later_steps_leave_alone(model: nn.Module) -> None:
     """And each tensor in it has the memory of its own elements: copies by deepcopy() had all of the flat
     memory of a section, up to 1 GiB, in memory and in a file."""
-    model = net()
     optimizer = hybrid(model, offload_fraction=1.0, model=model)
     train(model, optimizer, 2)
     state = optimizer.state_dict()
@@ -170,8 +169,7 @@ def test_a_state_dict_is_a_copy_that_later_steps_leave_alone() -> None:
     )
 
 
-def test_groups_are_loaded_and_reach_the_sub_optimizers() -> None:
-    model = net()
+def test_groups_are_loaded_and_reach_the_sub_optimizers(model: nn.Module) -> None:
     optimizer = hybrid(model, offload_fraction=0.5, lr=0.5, betas=(0.5, 0.6))
     state = optimizer.state_dict()
     other = hybrid(net(), offload_fraction=0.5)
@@ -225,8 +223,7 @@ def test_the_state_dict_of_another_model_is_refused_before_anything_changes(what
     assert_same_bits(train(model, optimizer, 2, first=2), expected)
 
 
-def test_torchs_hooks_around_state_dicts_are_called() -> None:
-    model = net()
+def test_torchs_hooks_around_state_dicts_are_called(model: nn.Module) -> None:
     optimizer = hybrid(model, offload_fraction=1.0)
     seen: list[str] = []
     optimizer.register_state_dict_pre_hook(lambda _: seen.append("before saving"))
@@ -245,8 +242,7 @@ def test_a_model_saved_while_the_step_is_under_way_has_the_new_weights() -> None
     assert_same_bits([value.clone() for value in model.state_dict().values()], expected)
 
 
-def test_what_is_no_tensor_in_a_state_is_copied_too() -> None:
-    model = net()
+def test_what_is_no_tensor_in_a_state_is_copied_too(model: nn.Module) -> None:
     optimizer = hybrid(model)
     backward(model, 0)
     optimizer.step()

@@ -92,6 +92,11 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     ]
 
 
+@pytest.fixture
+def given() -> list[nn.Parameter]:
+    return parameters()
+
+
 def hybrid(
     given: list[Any], *, fraction: float = 0.5, gpu: type = AdamW, **more: Any
 ) -> HybridDeviceOptimizer:
@@ -160,8 +165,7 @@ def test_nothing_is_built_before_the_first_call_that_needs_it(monkeypatch: pytes
         optimizer.step()
 
 
-def test_another_is_made_of_the_defaults_with_the_same_arguments() -> None:
-    given = parameters()
+def test_another_is_made_of_the_defaults_with_the_same_arguments(given: list[nn.Parameter]) -> None:
     first = hybrid(groups(given), fraction=0.75, pin_cpu_grads=False, overlap_cpu_optimizer_d2h_h2d=False)
     second = HybridDeviceOptimizer(params=[{**group} for group in first.param_groups], **first.defaults)
     made.append(second)
@@ -217,8 +221,7 @@ def test_copies_put_in_the_place_of_parameters_before_the_first_step_are_stepped
     assert_same(mains, others)
 
 
-def test_other_parameters_after_the_first_step_are_refused() -> None:
-    given = parameters()
+def test_other_parameters_after_the_first_step_are_refused(given: list[nn.Parameter]) -> None:
     optimizer = hybrid(groups(given))
     steps(optimizer, given, range(1))
     kept = optimizer.param_groups[0]["params"][0]
@@ -278,8 +281,7 @@ def test_decoupled_gradients_of_half_precision_shards_step_float32_masters() -> 
     assert [parameter.decoupled_grad for parameter in given] == [None] * 4  # type: ignore[attr-defined]
 
 
-def test_a_param_group_that_comes_later_joins_with_the_step_values_only() -> None:
-    given = parameters()
+def test_a_param_group_that_comes_later_joins_with_the_step_values_only(given: list[nn.Parameter]) -> None:
     optimizer = hybrid([{"params": given[:2]}])
     steps(optimizer, given[:2], range(1))
     optimizer.state[given[0]]["step"] = torch.tensor(5.0)
@@ -353,8 +355,7 @@ def test_new_weights_of_the_model_itself_are_taken_over_even_if_torch_cannot_see
 # ---- state ----
 
 
-def test_state_is_empty_until_somebody_fills_it() -> None:
-    given = parameters()
+def test_state_is_empty_until_somebody_fills_it(given: list[nn.Parameter]) -> None:
     optimizer = hybrid(groups(given))
     assert optimizer.sub_optimizers  # built, and the host's part has zeros from the start
     assert len(optimizer.state) == 0
@@ -483,9 +484,8 @@ def test_counts_put_back_after_a_load_do_not_count_unless_megatron_says_so(synce
     assert synced or all(map(torch.equal, other, given))
 
 
-def test_the_count_of_a_loaded_group_goes_on() -> None:
+def test_the_count_of_a_loaded_group_goes_on(given: list[nn.Parameter]) -> None:
     """The count that the device's optimizer keeps in its group is the user's group's, and goes on there."""
-    given = parameters()
     optimizer = hybrid(groups(given), fraction=0.5, gpu=CountingAdamW)
     steps(optimizer, given, range(2))
     loaded = optimizer.state_dict()
@@ -528,8 +528,7 @@ def test_a_state_dict_with_the_arguments_in_its_groups_is_read_as_megatrons_own_
     assert_same(given, other)
 
 
-def test_hooks_around_a_load_are_called() -> None:
-    given = parameters()
+def test_hooks_around_a_load_are_called(given: list[nn.Parameter]) -> None:
     optimizer = hybrid(groups(given))
     steps(optimizer, given, range(1))
     heard: list[str] = []
@@ -539,8 +538,7 @@ def test_hooks_around_a_load_are_called() -> None:
     assert heard == ["before", "after"]
 
 
-def test_a_state_dict_of_another_model_changes_nothing() -> None:
-    given = parameters()
+def test_a_state_dict_of_another_model_changes_nothing(given: list[nn.Parameter]) -> None:
     optimizer = hybrid(groups(given))
     steps(optimizer, given, range(1))
     saved = optimizer.state_dict()

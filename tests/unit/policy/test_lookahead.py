@@ -20,6 +20,11 @@ KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 ONE_F_ONE_B = parsed("0F0 0F1 0B0 0F2 0B1 0B2")
 
 
+@pytest.fixture
+def lookahead() -> Lookahead:
+    return Lookahead()
+
+
 def run(lookahead: Lookahead, actions: list[Action]) -> None:
     for action in actions:
         lookahead.advance(action)
@@ -29,15 +34,13 @@ def coming(lookahead: Lookahead) -> str:
     return " ".join(map(str, lookahead.coming()))
 
 
-def test_first_step_without_a_schedule_foretells_nothing() -> None:
-    lookahead = Lookahead()
+def test_first_step_without_a_schedule_foretells_nothing(lookahead: Lookahead) -> None:
     run(lookahead, ONE_F_ONE_B)
     assert coming(lookahead) == ""
     assert lookahead.seen == tuple(ONE_F_ONE_B)
 
 
-def test_given_schedule_is_followed_from_its_first_action() -> None:
-    lookahead = Lookahead()
+def test_given_schedule_is_followed_from_its_first_action(lookahead: Lookahead) -> None:
     lookahead.give(ONE_F_ONE_B)
     assert coming(lookahead) == ""
     run(lookahead, ONE_F_ONE_B[:2])
@@ -52,10 +55,9 @@ def test_given_schedule_is_followed_from_its_first_action() -> None:
     assert lookahead.seen == tuple(ONE_F_ONE_B[:4])
 
 
-def test_nothing_is_foretold_after_a_backward_whose_forward_is_still_to_come() -> None:
+def test_nothing_is_foretold_after_a_backward_whose_forward_is_still_to_come(lookahead: Lookahead) -> None:
     """Else what is read after it was taken for what is read next: under ZBV a whole window of the first
     stage's chunk was held back on the device while the forward ran that is read before it."""
-    lookahead = Lookahead()
     lookahead.give(parsed("1F0 2F0 2I0 2W0 1I0 1W0"))
     lookahead.advance(parse_action("1F0"))
     assert coming(lookahead) == ""
@@ -63,23 +65,20 @@ def test_nothing_is_foretold_after_a_backward_whose_forward_is_still_to_come() -
     assert coming(lookahead) == "2I0 2W0 1I0 1W0"
 
 
-def test_forward_that_will_not_come_again_stops_no_hint() -> None:
-    lookahead = Lookahead()
+def test_forward_that_will_not_come_again_stops_no_hint(lookahead: Lookahead) -> None:
     lookahead.give(parsed("0F0 0B0 5B5 0F1 0B2 0B1"))
     lookahead.advance(parse_action("0F0"))
     assert coming(lookahead) == "0B0 5B5 0B2"
 
 
-def test_last_step_is_the_hint_where_no_schedule_was_given() -> None:
-    lookahead = Lookahead()
+def test_last_step_is_the_hint_where_no_schedule_was_given(lookahead: Lookahead) -> None:
     run(lookahead, ONE_F_ONE_B)
     lookahead.end_step()
     run(lookahead, ONE_F_ONE_B[:4])
     assert coming(lookahead) == "0B1 0B2"
 
 
-def test_given_schedule_wins_over_the_last_step_until_it_is_taken_back() -> None:
-    lookahead = Lookahead()
+def test_given_schedule_wins_over_the_last_step_until_it_is_taken_back(lookahead: Lookahead) -> None:
     run(lookahead, ONE_F_ONE_B)
     lookahead.end_step()
     lookahead.give(parsed("1F0 1B0"))
@@ -90,8 +89,7 @@ def test_given_schedule_wins_over_the_last_step_until_it_is_taken_back() -> None
     assert coming(lookahead) == "0B0 0B1"
 
 
-def test_evaluation_between_steps_does_not_become_the_hint() -> None:
-    lookahead = Lookahead()
+def test_evaluation_between_steps_does_not_become_the_hint(lookahead: Lookahead) -> None:
     run(lookahead, ONE_F_ONE_B)
     lookahead.end_step()
     run(lookahead, parsed("0F0 0F1"))
@@ -101,8 +99,7 @@ def test_evaluation_between_steps_does_not_become_the_hint() -> None:
     assert coming(lookahead) == "0B1 0B2"
 
 
-def test_step_that_leaves_the_list_gets_no_hint_until_it_is_back() -> None:
-    lookahead = Lookahead()
+def test_step_that_leaves_the_list_gets_no_hint_until_it_is_back(lookahead: Lookahead) -> None:
     lookahead.give(ONE_F_ONE_B)
     run(lookahead, ONE_F_ONE_B[:3])
     lookahead.advance(parse_action("0F7"))
@@ -111,15 +108,13 @@ def test_step_that_leaves_the_list_gets_no_hint_until_it_is_back() -> None:
     assert coming(lookahead) == "0B1 0B2"
 
 
-def test_action_that_comes_early_skips_what_lies_before_it() -> None:
-    lookahead = Lookahead()
+def test_action_that_comes_early_skips_what_lies_before_it(lookahead: Lookahead) -> None:
     lookahead.give(ONE_F_ONE_B)
     lookahead.advance(parse_action("0F2"))
     assert coming(lookahead) == "0B1 0B2"
 
 
-def test_same_action_twice_in_a_list_is_found_in_order() -> None:
-    lookahead = Lookahead()
+def test_same_action_twice_in_a_list_is_found_in_order(lookahead: Lookahead) -> None:
     lookahead.give(parsed("0F0 0B0 0F0 0B0"))
     run(lookahead, parsed("0F0 0B0 0F0"))
     assert coming(lookahead) == "0B0"
@@ -127,16 +122,14 @@ def test_same_action_twice_in_a_list_is_found_in_order() -> None:
     assert coming(lookahead) == ""
 
 
-def test_schedule_that_runs_again_in_one_step_is_followed_from_its_begin() -> None:
+def test_schedule_that_runs_again_in_one_step_is_followed_from_its_begin(lookahead: Lookahead) -> None:
     """Two of its runs into the same gradients, before one step of the optimizer."""
-    lookahead = Lookahead()
     lookahead.give(ONE_F_ONE_B)
     run(lookahead, [*ONE_F_ONE_B, *ONE_F_ONE_B[:2]])
     assert coming(lookahead) == "0B0 0B1"
 
 
-def test_halves_of_a_split_backward_are_both_foretold() -> None:
-    lookahead = Lookahead()
+def test_halves_of_a_split_backward_are_both_foretold(lookahead: Lookahead) -> None:
     lookahead.give(parsed("0F0 0I0 0F1 0I1 0W0 0W1"))
     run(lookahead, parsed("0F0 0I0 0F1"))
     assert coming(lookahead) == "0I1 0W0 0W1"

@@ -163,8 +163,7 @@ def test_a_frozen_weight_in_the_dtype_of_autocast_is_not_cast_and_never_leaves()
 
 
 # -- opted out, small, elsewhere -----------------------------------------------------------------------------
-def test_an_opted_out_storage_stays_with_all_its_views() -> None:
-    rig = Rig()
+def test_an_opted_out_storage_stays_with_all_its_views(rig: Rig) -> None:
     table = torch.randn(ELEMENTS)
     rig.engine.mark_not_offloadable(table)
     with rig.group():
@@ -197,10 +196,9 @@ def test_the_engine_s_own_host_memory_is_not_of_the_device() -> None:
 
 # -- without bytes -------------------------------------------------------------------------------------------
 @pytest.mark.req("S3-60")
-def test_a_freed_storage_passes_through_and_may_be_refilled_before_it_is_read() -> None:
+def test_a_freed_storage_passes_through_and_may_be_refilled_before_it_is_read(rig: Rig) -> None:
     """FSDP2 frees an unsharded weight after the forward and refills it before the backward, under the same
     storage."""
-    rig = Rig()
     value = torch.randn(ELEMENTS)
     expected = value.clone()
     value.untyped_storage().resize_(0)
@@ -215,8 +213,7 @@ def test_a_freed_storage_passes_through_and_may_be_refilled_before_it_is_read() 
 
 
 @pytest.mark.req("S3-60")
-def test_a_fake_tensor_passes_through() -> None:
-    rig = Rig()
+def test_a_fake_tensor_passes_through(rig: Rig) -> None:
     found: list[Tensor] = []
     with FakeTensorMode() as mode, rig.group():
         fake = mode.from_tensor(torch.randn(ELEMENTS))
@@ -228,8 +225,7 @@ def test_a_fake_tensor_passes_through() -> None:
 
 
 @pytest.mark.req("S3-60")
-def test_a_functional_tensor_passes_through() -> None:
-    rig = Rig()
+def test_a_functional_tensor_passes_through(rig: Rig) -> None:
     functional = torch._to_functional_tensor(torch.randn(ELEMENTS))
     with rig.group():
         packed = rig.engine.hooks.pack(functional)
@@ -238,8 +234,7 @@ def test_a_functional_tensor_passes_through() -> None:
     assert rig.saved == 0
 
 
-def test_an_inference_tensor_passes_through() -> None:
-    rig = Rig()
+def test_an_inference_tensor_passes_through(rig: Rig) -> None:
     with torch.inference_mode():
         value = torch.randn(ELEMENTS)
     with rig.group():
@@ -263,8 +258,7 @@ NOT_PLAIN: dict[str, Callable[[], Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NOT_PLAIN)
-def test_a_tensor_whose_elements_are_not_its_bytes_passes_through(name: str) -> None:
-    rig = Rig()
+def test_a_tensor_whose_elements_are_not_its_bytes_passes_through(rig: Rig, name: str) -> None:
     value = NOT_PLAIN[name]()
     assert verdict_of(value) is Verdict.LAYOUT
     with rig.group():
@@ -347,15 +341,13 @@ def test_sparse_tensors_and_parameters_without_a_shape_yet_can_be_registered() -
     assert len(externals.kinds) == 3, "and the coordinates of the first"
 
 
-def test_a_step_s_end_forgets_receive_buffers_that_are_gone() -> None:
-    rig = Rig()
+def test_a_step_s_end_forgets_receive_buffers_that_are_gone(rig: Rig) -> None:
     rig.engine.register_external(torch.randn(4))
     rig.end()
     assert len(rig.engine.externals.kinds) == 0
 
 
-def test_packing_in_no_scope_passes_everything_through() -> None:
-    rig = Rig()
+def test_packing_in_no_scope_passes_everything_through(rig: Rig) -> None:
     assert type(rig.engine.hooks.pack(torch.randn(ELEMENTS))) is Passed
     with rig.group():
         assert type(rig.engine.hooks.pack(torch.randn(ELEMENTS))) is Handle

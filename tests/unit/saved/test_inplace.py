@@ -72,8 +72,7 @@ def test_a_change_after_the_save_is_found_out_as_autograd_would(way: str, change
     rig.end()
 
 
-def test_the_error_names_the_tensor_both_versions_and_the_way_out() -> None:
-    rig = Rig()
+def test_the_error_names_the_tensor_both_versions_and_the_way_out(rig: Rig) -> None:
     with rig.group():
         y = leaf() * 2
         z = y.sin()
@@ -88,8 +87,7 @@ def test_the_error_names_the_tensor_both_versions_and_the_way_out() -> None:
     )
 
 
-def test_a_changed_output_is_found_out() -> None:
-    rig = Rig()
+def test_a_changed_output_is_found_out(rig: Rig) -> None:
     with rig.group():
         y = leaf().exp()  # saves its own output
         z = y.add_(1)
@@ -111,8 +109,7 @@ def test_a_changed_parameter_is_found_out() -> None:
         y.sum().backward()
 
 
-def test_the_version_of_a_view_moves_with_its_base() -> None:
-    rig = Rig()
+def test_the_version_of_a_view_moves_with_its_base(rig: Rig) -> None:
     base = torch.randn(4, ELEMENTS)
     with rig.group():
         y = keep([], base[1])
@@ -123,8 +120,7 @@ def test_the_version_of_a_view_moves_with_its_base() -> None:
     rig.end()
 
 
-def test_a_sparse_view_is_watched_through_its_packed_copy() -> None:
-    rig = Rig()
+def test_a_sparse_view_is_watched_through_its_packed_copy(rig: Rig) -> None:
     base = torch.randn(64, 64)
     with rig.group():
         y = keep([], base[:, ::4])
@@ -135,10 +131,9 @@ def test_a_sparse_view_is_watched_through_its_packed_copy() -> None:
     rig.end()
 
 
-def test_each_save_of_a_shared_storage_is_watched_by_its_own_version() -> None:
+def test_each_save_of_a_shared_storage_is_watched_by_its_own_version(rig: Rig) -> None:
     """`.data` shares the storage and counts versions of its own: a change of x went unnoticed where x.data
     had been saved first. They share no copy either: a write to one would not be seen by the other."""
-    rig = Rig()
     x = torch.randn(ELEMENTS)
     with rig.group():
         y = keep([], x.data, x)

@@ -122,8 +122,7 @@ def test_the_window_reaches_into_the_chunk_that_is_read_after_this_one() -> None
     rig.end()
 
 
-def test_a_chunk_that_is_still_in_its_forward_closes_the_window() -> None:
-    rig = Rig()
+def test_a_chunk_that_is_still_in_its_forward_closes_the_window(rig: Rig) -> None:
     y = saved(rig, 1)
     rig.chunk()
     with rig.group():
@@ -183,10 +182,9 @@ def test_what_is_on_its_way_out_and_read_next_is_kept_instead_of_fetched() -> No
     rig.end()
 
 
-def test_a_living_receive_buffer_is_fetched_ahead_as_anything_else() -> None:
+def test_a_living_receive_buffer_is_fetched_ahead_as_anything_else(rig: Rig) -> None:
     """Its own bytes may have been overwritten, so its reader needs the copy; left alone, each such read had
     to wait."""
-    rig = Rig()
     buffer = torch.ones(ELEMENTS)
     rig.engine.register_external(buffer)
     with rig.group():

@@ -51,8 +51,7 @@ def test_a_retained_graph_gives_the_same_gradients_each_time(executor: ExecutorN
     rig.end()
 
 
-def test_two_readers_of_one_record_share_its_buffer_in_each_pass() -> None:
-    rig = Rig()
+def test_two_readers_of_one_record_share_its_buffer_in_each_pass(rig: Rig) -> None:
     x, other = leaf(), leaf()
 
     def program(x: Tensor, other: Tensor) -> Tensor:
@@ -163,9 +162,8 @@ def test_two_threads_may_read_two_graphs_at_the_same_time(seed: int) -> None:
     assert rig.end().restored == 2 * CHAIN_SAVES
 
 
-def test_a_graph_may_be_dropped_on_another_thread() -> None:
+def test_a_graph_may_be_dropped_on_another_thread(rig: Rig) -> None:
     """Finalisers run there, and take no lock: this thread holds it."""
-    rig = Rig()
     box = []
     with rig.group():
         box.append(chain(leaf()))
@@ -221,8 +219,7 @@ def test_a_graph_that_outlives_its_step_unread_holds_no_memory(executor: Executo
 
 
 @pytest.mark.req("S4-45")
-def test_without_gradients_nothing_is_saved_at_all() -> None:
-    rig = Rig()
+def test_without_gradients_nothing_is_saved_at_all(rig: Rig) -> None:
     with rig.group(), torch.no_grad():
         chain(leaf())
     assert (rig.saved, rig.sizes, rig.spilled_bytes) == (0, [], 0)
@@ -247,9 +244,7 @@ def test_a_node_that_saves_its_own_output_is_freed_without_the_garbage_collector
     rig.end()
 
 
-def test_an_exception_in_the_forward_leaves_nothing() -> None:
-    rig = Rig()
-
+def test_an_exception_in_the_forward_leaves_nothing(rig: Rig) -> None:
     def interrupted() -> None:
         with rig.group():
             y = chain(leaf())
@@ -292,8 +287,7 @@ def test_an_exception_in_the_backward_leaves_what_was_not_read_for_another_try()
 
 # -- too late ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("leaves", [True, False], ids=["left", "kept"])
-def test_reading_after_the_step_has_ended_is_an_error_that_says_so(leaves: bool) -> None:
-    rig = Rig()
+def test_reading_after_the_step_has_ended_is_an_error_that_says_so(rig: Rig, leaves: bool) -> None:
     with rig.group(leaves=leaves):
         y = chain(leaf())
     rig.end()
@@ -304,8 +298,7 @@ def test_reading_after_the_step_has_ended_is_an_error_that_says_so(leaves: bool)
         y.sum().backward()
 
 
-def test_a_graph_of_an_ended_step_may_die_at_any_time() -> None:
-    rig = Rig()
+def test_a_graph_of_an_ended_step_may_die_at_any_time(rig: Rig) -> None:
     with rig.group():
         y = chain(leaf())
     rig.leave()
@@ -320,8 +313,7 @@ def test_a_graph_of_an_ended_step_may_die_at_any_time() -> None:
     assert rig.end().restored == CHAIN_SAVES
 
 
-def test_a_passed_tensor_may_be_read_after_the_step_has_ended() -> None:
-    rig = Rig()
+def test_a_passed_tensor_may_be_read_after_the_step_has_ended(rig: Rig) -> None:
     x = leaf()
     with rig.group(min_elements=10_000):
         y = chain(x)

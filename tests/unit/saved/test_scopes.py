@@ -27,8 +27,7 @@ class Passing:
         return None
 
 
-def test_the_innermost_scope_owns_what_is_saved() -> None:
-    rig = Rig()
+def test_the_innermost_scope_owns_what_is_saved(rig: Rig) -> None:
     with rig.group("outer") as outer:
         first = keep([], torch.randn(ELEMENTS))
         with rig.group("inner") as inner:
@@ -39,8 +38,7 @@ def test_the_innermost_scope_owns_what_is_saved() -> None:
     rig.end()
 
 
-def test_what_a_scope_does_not_take_goes_to_the_one_outside() -> None:
-    rig = Rig()
+def test_what_a_scope_does_not_take_goes_to_the_one_outside(rig: Rig) -> None:
     with rig.group("outer") as outer:
         installed = rig.engine.hooks.push(Passing())
         y = keep([], torch.randn(ELEMENTS))
@@ -50,23 +48,20 @@ def test_what_a_scope_does_not_take_goes_to_the_one_outside() -> None:
     rig.end()
 
 
-def test_what_no_scope_takes_passes_through() -> None:
-    rig = Rig()
+def test_what_no_scope_takes_passes_through(rig: Rig) -> None:
     installed = rig.engine.hooks.push(Passing())
     assert type(rig.engine.hooks.pack(torch.randn(ELEMENTS))) is Passed
     rig.engine.hooks.pop(installed)
 
 
-def test_the_size_limit_is_that_of_the_innermost_scope() -> None:
-    rig = Rig()
+def test_the_size_limit_is_that_of_the_innermost_scope(rig: Rig) -> None:
     with rig.group("outer", min_elements=1), rig.group("inner", min_elements=1000):
         y = keep([], torch.randn(ELEMENTS))
     assert rig.saved == 0
     y.backward()
 
 
-def test_a_popped_scope_is_gone_and_the_one_outside_is_innermost_again() -> None:
-    rig = Rig()
+def test_a_popped_scope_is_gone_and_the_one_outside_is_innermost_again(rig: Rig) -> None:
     hooks = rig.engine.hooks
     outer, inner = Passing(), Passing()
     first = hooks.push(outer)
@@ -78,8 +73,7 @@ def test_a_popped_scope_is_gone_and_the_one_outside_is_innermost_again() -> None
     assert hooks.innermost() is None
 
 
-def test_scopes_may_be_popped_in_another_order_than_they_were_pushed() -> None:
-    rig = Rig()
+def test_scopes_may_be_popped_in_another_order_than_they_were_pushed(rig: Rig) -> None:
     hooks = rig.engine.hooks
     chunk = rig.chunk()
     group = SavedGroup(GroupId(chunk.id, 0, "later"), leaves=True)
@@ -101,16 +95,14 @@ def test_scopes_may_be_popped_in_another_order_than_they_were_pushed() -> None:
     rig.end()
 
 
-def test_nothing_is_saved_without_gradients() -> None:
-    rig = Rig()
+def test_nothing_is_saved_without_gradients(rig: Rig) -> None:
     with rig.group(), torch.no_grad():
         torch.randn(ELEMENTS, requires_grad=True).sin()
     assert rig.saved == 0
 
 
-def test_hooks_of_another_owner_inside_see_the_tensor_instead() -> None:
+def test_hooks_of_another_owner_inside_see_the_tensor_instead(rig: Rig) -> None:
     """torch shows a saved tensor to the innermost pair only."""
-    rig = Rig()
     seen: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -122,8 +114,7 @@ def test_hooks_of_another_owner_inside_see_the_tensor_instead() -> None:
     assert (seen, rig.saved) == ([ELEMENTS], 0)
 
 
-def test_save_on_cpu_outside_hands_over_to_the_engine_inside() -> None:
-    rig = Rig()
+def test_save_on_cpu_outside_hands_over_to_the_engine_inside(rig: Rig) -> None:
     x = torch.randn(ELEMENTS, requires_grad=True)
     with torch.autograd.graph.save_on_cpu():
         with rig.group():
@@ -138,8 +129,7 @@ def test_save_on_cpu_outside_hands_over_to_the_engine_inside() -> None:
     rig.end()
 
 
-def test_every_reader_is_told_of_every_read_under_the_lock() -> None:
-    rig = Rig()
+def test_every_reader_is_told_of_every_read_under_the_lock(rig: Rig) -> None:
     told: list[tuple[int, ChunkId]] = []
     for number in (1, 2):
         rig.engine.on_read(lambda handle, n=number: told.append((n, handle.record.block.group.chunk)))  # type: ignore[misc]

@@ -61,8 +61,7 @@ def test_three_views_of_a_fused_projection_are_one_copy_of_their_union() -> None
     rig.end()
 
 
-def test_a_view_saved_after_its_base_travels_with_it() -> None:
-    rig = Rig()
+def test_a_view_saved_after_its_base_travels_with_it(rig: Rig) -> None:
     base = torch.randn(16, 16)
     expected = [base.clone(), base[3:5].clone(), base.t().clone()]
     found: list[Tensor] = []
@@ -76,8 +75,7 @@ def test_a_view_saved_after_its_base_travels_with_it() -> None:
     rig.end()
 
 
-def test_views_of_two_dtypes_share_one_copy() -> None:
-    rig = Rig()
+def test_views_of_two_dtypes_share_one_copy(rig: Rig) -> None:
     base = torch.randn(ELEMENTS)
     expected = [base.clone(), base.view(torch.int32).clone(), base.view(torch.complex64).clone()]
     found: list[Tensor] = []
@@ -91,8 +89,7 @@ def test_views_of_two_dtypes_share_one_copy() -> None:
     rig.end()
 
 
-def test_groups_of_one_chunk_share_a_copy_and_chunks_do_not() -> None:
-    rig = Rig()
+def test_groups_of_one_chunk_share_a_copy_and_chunks_do_not(rig: Rig) -> None:
     shared = torch.randn(ELEMENTS)
     outputs = []
     for _ in range(2):
@@ -107,8 +104,7 @@ def test_groups_of_one_chunk_share_a_copy_and_chunks_do_not() -> None:
     rig.end()
 
 
-def test_a_save_joins_a_copy_that_is_on_its_way_or_on_the_host() -> None:
-    rig = Rig()
+def test_a_save_joins_a_copy_that_is_on_its_way_or_on_the_host(rig: Rig) -> None:
     shared = torch.randn(ELEMENTS)
     outputs = []
     for _ in range(3):
@@ -121,8 +117,7 @@ def test_a_save_joins_a_copy_that_is_on_its_way_or_on_the_host() -> None:
     rig.end()
 
 
-def test_a_save_does_not_join_a_record_whose_handles_have_died() -> None:
-    rig = Rig()
+def test_a_save_does_not_join_a_record_whose_handles_have_died(rig: Rig) -> None:
     shared = torch.randn(ELEMENTS)
     for _ in range(2):
         with rig.group():
@@ -132,8 +127,7 @@ def test_a_save_does_not_join_a_record_whose_handles_have_died() -> None:
     rig.end()
 
 
-def test_the_forward_s_end_ends_the_sharing() -> None:
-    rig = Rig()
+def test_the_forward_s_end_ends_the_sharing(rig: Rig) -> None:
     shared = torch.randn(ELEMENTS)
     with rig.group():
         first = keep([], shared)
@@ -145,8 +139,7 @@ def test_the_forward_s_end_ends_the_sharing() -> None:
     rig.end()
 
 
-def test_a_changed_tensor_is_not_the_same_one() -> None:
-    rig = Rig()
+def test_a_changed_tensor_is_not_the_same_one(rig: Rig) -> None:
     shared = torch.randn(ELEMENTS)
     found: list[Tensor] = []
     with rig.group():
@@ -163,9 +156,8 @@ def test_a_changed_tensor_is_not_the_same_one() -> None:
     rig.end()
 
 
-def test_a_changed_tensor_is_not_the_same_one_under_a_version_of_another_count() -> None:
+def test_a_changed_tensor_is_not_the_same_one_under_a_version_of_another_count(rig: Rig) -> None:
     """`.data` starts to count at 0 again."""
-    rig = Rig()
     shared = torch.randn(ELEMENTS)
     found: list[Tensor] = []
     with rig.group():
@@ -183,10 +175,9 @@ def test_a_changed_tensor_is_not_the_same_one_under_a_version_of_another_count()
     rig.end()
 
 
-def test_a_save_does_not_join_the_packed_copy_of_a_sparse_view() -> None:
+def test_a_save_does_not_join_the_packed_copy_of_a_sparse_view(rig: Rig) -> None:
     """The packed copy has other bytes at the same offsets; a later save within its length was once handed
     that view instead of its own."""
-    rig = Rig()
     base = torch.randn(64, 64)
     expected = [base[:, ::4].clone(), base.view(-1)[:100].clone(), base[:, ::4].clone()]
     found: list[Tensor] = []
@@ -223,10 +214,9 @@ def test_a_new_storage_at_the_address_of_one_that_has_left_is_not_taken_for_it()
     rig.end()
 
 
-def test_a_receive_buffer_never_shares_a_copy() -> None:
+def test_a_receive_buffer_never_shares_a_copy(rig: Rig) -> None:
     """It is written from outside autograd, so its version says nothing: a buffer received into twice is
     copied twice."""
-    rig = Rig()
     buffer = torch.full((ELEMENTS,), 1.0)
     rig.engine.register_external(buffer)
     found: list[Tensor] = []
@@ -245,8 +235,7 @@ def test_a_receive_buffer_never_shares_a_copy() -> None:
     rig.end()
 
 
-def test_a_receive_buffer_is_not_taken_for_its_saved_bytes_although_it_lives() -> None:
-    rig = Rig()
+def test_a_receive_buffer_is_not_taken_for_its_saved_bytes_although_it_lives(rig: Rig) -> None:
     buffer = torch.full((ELEMENTS,), 1.0)
     rig.engine.register_external(buffer)
     found: list[Tensor] = []
@@ -260,8 +249,7 @@ def test_a_receive_buffer_is_not_taken_for_its_saved_bytes_although_it_lives() -
     rig.end()
 
 
-def test_a_part_of_a_receive_buffer_is_not_taken_for_its_saved_bytes_either() -> None:
-    rig = Rig()
+def test_a_part_of_a_receive_buffer_is_not_taken_for_its_saved_bytes_either(rig: Rig) -> None:
     buffer = torch.full((4 * ELEMENTS,), 1.0)
     rig.engine.register_external(buffer)
     found: list[Tensor] = []
@@ -274,8 +262,7 @@ def test_a_part_of_a_receive_buffer_is_not_taken_for_its_saved_bytes_either() ->
     rig.end()
 
 
-def test_a_tensor_that_is_still_alive_is_read_without_a_copy() -> None:
-    rig = Rig()
+def test_a_tensor_that_is_still_alive_is_read_without_a_copy(rig: Rig) -> None:
     value = torch.randn(ELEMENTS)
     found: list[Tensor] = []
     with rig.group():
@@ -289,8 +276,7 @@ def test_a_tensor_that_is_still_alive_is_read_without_a_copy() -> None:
     assert (stats.spilled, stats.restored) == (1, 0)
 
 
-def test_a_tensor_whose_storage_was_freed_by_its_owner_is_fetched_back() -> None:
-    rig = Rig()
+def test_a_tensor_whose_storage_was_freed_by_its_owner_is_fetched_back(rig: Rig) -> None:
     value = torch.randn(ELEMENTS)
     expected = value.clone()
     found: list[Tensor] = []
@@ -304,8 +290,7 @@ def test_a_tensor_whose_storage_was_freed_by_its_owner_is_fetched_back() -> None
     rig.end()
 
 
-def test_the_bytes_of_a_group_are_counted_by_storage_and_by_save() -> None:
-    rig = Rig()
+def test_the_bytes_of_a_group_are_counted_by_storage_and_by_save(rig: Rig) -> None:
     shared: Any = torch.randn(ELEMENTS)
     with rig.group() as group:
         y = keep([], shared, shared, shared[:16])

@@ -24,10 +24,9 @@ def value() -> Tensor:
 
 
 # -- what a read gives ---------------------------------------------------------------------------------------
-def test_each_read_gives_an_alias_of_its_own() -> None:
+def test_each_read_gives_an_alias_of_its_own(rig: Rig) -> None:
     """What the engine keeps must not be what somebody else makes a part of a graph, resizes or gives other
     bytes."""
-    rig = Rig()
     x = value()
     expected = x.clone()
     with rig.group(leaves=False):
@@ -44,8 +43,7 @@ def test_each_read_gives_an_alias_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["left", "kept"])
-def test_a_wrapper_is_put_together_anew_for_each_read(leaves: bool) -> None:
-    rig = Rig()
+def test_a_wrapper_is_put_together_anew_for_each_read(rig: Rig, leaves: bool) -> None:
     x = TwoTensor(value(), value())
     expected = [x.a.clone(), x.b.clone()]
     with rig.group(leaves=leaves):
@@ -86,10 +84,9 @@ def test_slots_from_the_one_that_stays_are_read_where_they_are_and_the_others_co
     )
 
 
-def test_a_group_that_an_exception_left_open_holds_nothing_that_no_graph_holds() -> None:
+def test_a_group_that_an_exception_left_open_holds_nothing_that_no_graph_holds(rig: Rig) -> None:
     """It held the block that its next save would have joined, and an apply() for other limits was refused for
     good: that block's backward could not come any more."""
-    rig = Rig()
     with rig.group(leaves=False, commit=False):
         packed = rig.engine.hooks.pack(value())
         assert len(rig.blocks()) == 1
@@ -132,8 +129,7 @@ def test_a_storage_saved_by_a_group_that_stays_and_one_that_leaves_follows_the_f
     rig.end()
 
 
-def test_a_tensor_that_stays_and_is_changed_before_it_leaves_again_is_two_records() -> None:
-    rig = Rig()
+def test_a_tensor_that_stays_and_is_changed_before_it_leaves_again_is_two_records(rig: Rig) -> None:
     x = value()
     with rig.group(leaves=False):
         before = keep([], x)
@@ -167,8 +163,7 @@ def test_what_stays_and_is_never_read_goes_with_its_graph_without_the_garbage_co
     rig.end()
 
 
-def test_what_stays_and_is_left_over_lets_go_of_its_bytes_at_the_end_of_the_step() -> None:
-    rig = Rig()
+def test_what_stays_and_is_left_over_lets_go_of_its_bytes_at_the_end_of_the_step(rig: Rig) -> None:
     x = value()
     storage = WeakStorage(x.untyped_storage())
     with rig.group(leaves=False):
@@ -180,8 +175,7 @@ def test_what_stays_and_is_left_over_lets_go_of_its_bytes_at_the_end_of_the_step
     assert len(packed) == 2, "the handles live"
 
 
-def test_the_bytes_that_stay_go_when_the_last_of_their_nodes_has_run() -> None:
-    rig = Rig()
+def test_the_bytes_that_stay_go_when_the_last_of_their_nodes_has_run(rig: Rig) -> None:
     x = value()
     storage = WeakStorage(x.untyped_storage())
     with rig.group(leaves=False):
@@ -211,8 +205,7 @@ def test_a_tensor_that_stays_is_gone_with_its_handle_though_its_piece_is_not() -
     rig.end()
 
 
-def test_what_has_died_is_counted_out_before_the_next_save_is_counted_in() -> None:
-    rig = Rig()
+def test_what_has_died_is_counted_out_before_the_next_save_is_counted_in(rig: Rig) -> None:
     with rig.group(leaves=False):
         for _ in range(5):
             rig.engine.hooks.pack(value())  # and its handle dies at once

@@ -92,8 +92,7 @@ def filled(dtype: torch.dtype, *size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back_bit_by_bit(dtype: torch.dtype) -> None:
-    rig = Rig()
+def test_every_dtype_comes_back_bit_by_bit(rig: Rig, dtype: torch.dtype) -> None:
     expected, found = round_trip(lambda: filled(dtype, 7, 9), rig)
     assert found.dtype is dtype
     assert torch.equal(bits(expected), bits(found))
@@ -143,8 +142,7 @@ def test_every_layout_comes_back_with_its_strides(name: str, executor: ExecutorN
     assert (stats.saved, stats.spilled, stats.restored) == (1, 1, 1)
 
 
-def test_an_empty_tensor_stays() -> None:
-    rig = Rig()
+def test_an_empty_tensor_stays(rig: Rig) -> None:
     found: list[Tensor] = []
     with rig.group():
         y = keep(found, torch.empty(0, 5), torch.empty(3, 0, dtype=torch.int8)[:, :0])
@@ -189,9 +187,8 @@ def test_a_view_leaves_flat_if_it_is_at_least_half_of_its_span_and_gathered_othe
 
 
 @pytest.mark.req("S2-103")
-def test_a_sparse_view_that_is_saved_twice_is_gathered_once() -> None:
+def test_a_sparse_view_that_is_saved_twice_is_gathered_once(rig: Rig) -> None:
     """`v * v` saves v twice; it was sent flat then, with four times its bytes."""
-    rig = Rig()
     view = torch.randn(64, 64)[:, ::4]
     expected = view.clone()
     found: list[Tensor] = []
@@ -207,8 +204,7 @@ def test_a_sparse_view_that_is_saved_twice_is_gathered_once() -> None:
 
 
 @pytest.mark.req("S2-103")
-def test_two_different_sparse_views_of_one_storage_leave_as_their_union() -> None:
-    rig = Rig()
+def test_two_different_sparse_views_of_one_storage_leave_as_their_union(rig: Rig) -> None:
     base = torch.randn(64, 64)
     views = [base[:, 0:8], base[:, 16:24]]
     expected = [view.clone() for view in views]
@@ -223,8 +219,7 @@ def test_two_different_sparse_views_of_one_storage_leave_as_their_union() -> Non
     assert rig.end().saved == 1
 
 
-def test_only_the_range_of_a_small_view_moves_and_its_huge_storage_is_freed() -> None:
-    rig = Rig()
+def test_only_the_range_of_a_small_view_moves_and_its_huge_storage_is_freed(rig: Rig) -> None:
     huge = torch.randn(1 << 20)  # 4 MiB
     storage = WeakStorage(huge.untyped_storage())
     expected = huge[1000:1100].clone()
@@ -275,9 +270,8 @@ def test_a_refused_view_that_grows_is_counted_out_as_it_was_counted_in() -> None
     assert rig.end().host_bytes_wanted_peak == 64 * 64 * 4
 
 
-def test_a_sparse_view_that_another_lane_wrote_leaves_flat() -> None:
+def test_a_sparse_view_that_another_lane_wrote_leaves_flat(rig: Rig) -> None:
     """Gathering reads it on the current lane, which nothing orders after that one."""
-    rig = Rig()
     base = torch.randn(64, 64)
     with rig.group(commit=False) as group, rig.device.use_lane(rig.device.new_compute_lane("second")):
         y = keep([], base[:, 5])
@@ -322,8 +316,7 @@ def test_a_group_counts_the_same_bytes_whether_its_sparse_views_leave_or_stay() 
     )
 
 
-def test_a_partial_view_of_a_group_that_stays_is_neither_gathered_nor_copied() -> None:
-    rig = Rig()
+def test_a_partial_view_of_a_group_that_stays_is_neither_gathered_nor_copied(rig: Rig) -> None:
     base = torch.randn(64, 64)
     found: list[Tensor] = []
     with rig.group(leaves=False):

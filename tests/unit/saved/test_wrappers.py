@@ -54,8 +54,7 @@ def test_the_local_shard_of_a_dtensor_leaves_and_comes_back(mesh: DeviceMesh) ->
     assert stats.spilled == stats.saved == stats.restored
 
 
-def test_a_dtensor_is_put_together_with_its_placements(mesh: DeviceMesh) -> None:
-    rig = Rig()
+def test_a_dtensor_is_put_together_with_its_placements(rig: Rig, mesh: DeviceMesh) -> None:
     value = distributed(mesh, Shard(1), 8, 16)
     expected = local(value).clone()
     with rig.group():
@@ -113,8 +112,7 @@ def test_the_weights_of_a_distributed_layer_never_leave(mesh: DeviceMesh, autoca
     rig.end()
 
 
-def test_the_shard_of_a_registered_or_opted_out_dtensor_stays(mesh: DeviceMesh) -> None:
-    rig = Rig()
+def test_the_shard_of_a_registered_or_opted_out_dtensor_stays(rig: Rig, mesh: DeviceMesh) -> None:
     layer = distribute_module(nn.Linear(16, 16, bias=False), mesh)
     rig.engine.register_parameters(layer)
     table = distributed(mesh, Replicate(), 16, 16)
@@ -272,8 +270,7 @@ class Named(Tensor):
     """A subclass that only adds a name to ordinary bytes."""
 
 
-def test_the_parts_of_a_wrapper_leave_each_on_its_own() -> None:
-    rig = Rig()
+def test_the_parts_of_a_wrapper_leave_each_on_its_own(rig: Rig) -> None:
     data, scale = torch.randint(-128, 127, (ELEMENTS,), dtype=torch.int8), torch.randn(1)
     expected = data.float() * scale
     x = torch.randn(ELEMENTS, requires_grad=True)
@@ -330,8 +327,7 @@ def test_a_tag_on_a_wrapper_or_on_a_part_of_it_keeps_what_it_is_on(tagged: str, 
     rig.end()
 
 
-def test_a_wrapper_in_a_wrapper_is_taken_apart_to_the_bottom() -> None:
-    rig = Rig()
+def test_a_wrapper_in_a_wrapper_is_taken_apart_to_the_bottom(rig: Rig) -> None:
     inner = Scaled(torch.ones(ELEMENTS, dtype=torch.int8), torch.randn(1))
     with rig.group():
         packed = rig.engine.hooks.pack(Scaled(inner, torch.randn(1)))
@@ -343,8 +339,7 @@ def test_a_wrapper_in_a_wrapper_is_taken_apart_to_the_bottom() -> None:
     rig.end()
 
 
-def test_a_wrapper_that_does_not_say_what_it_is_made_of_passes_through() -> None:
-    rig = Rig()
+def test_a_wrapper_that_does_not_say_what_it_is_made_of_passes_through(rig: Rig) -> None:
     x, value = torch.randn(ELEMENTS, requires_grad=True), torch.randn(ELEMENTS)
     with rig.group():
         y = x * Opaque(value)
@@ -354,8 +349,7 @@ def test_a_wrapper_that_does_not_say_what_it_is_made_of_passes_through() -> None
     assert_equal_bits([value], [x.grad])
 
 
-def test_a_subclass_of_ordinary_bytes_passes_through_and_keeps_its_type() -> None:
-    rig = Rig()
+def test_a_subclass_of_ordinary_bytes_passes_through_and_keeps_its_type(rig: Rig) -> None:
     value = torch.randn(ELEMENTS).as_subclass(Named)
     found: list[Tensor] = []
     with rig.group():

@@ -25,6 +25,11 @@ def small_weights_stream() -> Any:
         yield
 
 
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
 def is_plain(model: nn.Module) -> bool:
     return all(
         type(parameter) is nn.Parameter and parameter.untyped_storage().nbytes()
@@ -42,16 +47,14 @@ def is_plain(model: nn.Module) -> bool:
         (-1, "must be a whole number of bytes"),
     ],
 )
-def test_a_limit_that_is_none(weights: Any, message: str) -> None:
-    model = Model()
+def test_a_limit_that_is_none(model: Model, weights: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         offload.apply(model, weights=weights)
     assert is_plain(model)
     offload.apply(model, weights="host").remove()
 
 
-def test_weights_that_the_host_has_no_room_for() -> None:
-    model = Model()
+def test_weights_that_the_host_has_no_room_for(model: Model) -> None:
     with pytest.raises(HostBudgetError, match=rf"streamed weights {BLOCKS * BLOCK_BYTES / 1000:.2f} kB"):
         offload.apply(model, weights="host", host_limit="8192B")
     assert is_plain(model)
@@ -88,8 +91,7 @@ def test_a_model_of_which_nothing_streams() -> None:
         offload.apply(model, weights="host")
 
 
-def test_a_model_that_is_streamed_already() -> None:
-    model = Model()
+def test_a_model_that_is_streamed_already(model: Model) -> None:
     handle = offload.apply(model, weights="host")
     for options in ({"weights": "host"}, {"mode": "groups"}):
         with pytest.raises(ValueError, match=r"call remove\(\) on that handle first"):
@@ -97,8 +99,7 @@ def test_a_model_that_is_streamed_already() -> None:
     handle.remove()
 
 
-def test_blocks_compiled_with_graphs() -> None:
-    model = Model()
+def test_blocks_compiled_with_graphs(model: Model) -> None:
     layers: Any = model.layers
     layers[1].compile(mode="reduce-overhead")
     with pytest.raises(ValueError, match=r"layers.1 is compiled with CUDA graphs"):
@@ -166,8 +167,7 @@ def test_modules_without_a_mode() -> None:
         offload.apply(Model(), weights="host", modules="*.up")
 
 
-def test_the_hybrid_optimizer_does_not_step_what_streams_whichever_comes_first() -> None:
-    model = Model()
+def test_the_hybrid_optimizer_does_not_step_what_streams_whichever_comes_first(model: Model) -> None:
     handle = offload.apply(model, weights="host")
     with pytest.raises(ValueError, match=r"is streamed by apply\(weights=...\)"):
         HybridDeviceOptimizer(model.parameters(), 1.0)
@@ -195,8 +195,7 @@ def test_the_hybrid_optimizer_steps_what_does_not_stream(overlap: Any) -> None:
         ours.close()
 
 
-def test_tied_and_shared_weights_adapters_and_small_ones_are_resident_and_said() -> None:
-    model = Model()
+def test_tied_and_shared_weights_adapters_and_small_ones_are_resident_and_said(model: Model) -> None:
     layers: Any = model.layers
     layers[1].up = layers[0].up  # a module of two blocks
     layers[3].down.weight = layers[2].down.weight  # a parameter of two modules
