@@ -51,8 +51,7 @@ class Fork:
     @property
     def code(self) -> int | None:
         """None while it runs."""
-        code: int | None = self._process.exitcode
-        return code
+        return self._process.exitcode
 
     def end(self) -> None:
         """At once, if it runs."""

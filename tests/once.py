@@ -42,8 +42,7 @@ def run_ranks_once(
     factory: pytest.TempPathFactory, name: str, main: Callable[..., Any], world: int, *arguments: Any
 ) -> list[Any]:
     """`run_ranks`, once; see `made_once`."""
-    found: list[Any] = made_once(factory, name, lambda folder: run_ranks(main, world, folder, *arguments))
-    return found
+    return made_once(factory, name, lambda folder: run_ranks(main, world, folder, *arguments))
 
 
 def _of_all_workers(factory: pytest.TempPathFactory) -> Path:

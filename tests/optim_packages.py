@@ -155,8 +155,7 @@ def _hybrid(given: Any, cls: Any, fraction: float, kwargs: dict[str, Any]) -> Hy
 
 
 def _alone(given: Any, cls: Any, kwargs: dict[str, Any]) -> Optimizer:
-    made: Optimizer = cls(given, **copy.deepcopy(kwargs))
-    return made
+    return cls(given, **copy.deepcopy(kwargs))
 
 
 def _same(found: list[list[Tensor]], expected: list[list[Tensor]]) -> bool:

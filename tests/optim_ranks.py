@@ -123,8 +123,7 @@ class Net(nn.Module):
         self.to(device)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.third(self.norm(self.second(torch.tanh(self.first(x)))))
-        return y
+        return self.third(self.norm(self.second(torch.tanh(self.first(x)))))
 
 
 def trained(rank: int, world: int, cases: dict[str, Case], device_type: str) -> dict[str, Seen]:

@@ -65,8 +65,7 @@ class _ProductKeptOnCtx(torch.autograd.Function):
 
 class KeepingBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _ProductKeptOnCtx.apply(super().forward(x), self.down.weight.detach()[:, :WIDTH])
-        return y
+        return _ProductKeptOnCtx.apply(super().forward(x), self.down.weight.detach()[:, :WIDTH])
 
 
 def blocks_of(kind: type[Block]) -> list[Block]:

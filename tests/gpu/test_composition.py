@@ -17,10 +17,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Compared]]:
     """By rank, by case."""
-    found: list[dict[str, Compared]] = run_ranks(
-        compared, 2, tmp_path_factory.mktemp("ranks"), CASES, "cuda", backend="nccl"
-    )
-    return found
+    return run_ranks(compared, 2, tmp_path_factory.mktemp("ranks"), CASES, "cuda", backend="nccl")
 
 
 @pytest.mark.gpus(2)

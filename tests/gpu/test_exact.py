@@ -45,8 +45,7 @@ def without_offload(program: Program) -> Result:
 
 @pytest.fixture(params=DTYPES, ids=["f32", "bf16", "f16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    chosen: torch.dtype = request.param
-    return chosen
+    return request.param
 
 
 def test_without_offload_two_runs_have_the_same_bits(dtype: torch.dtype) -> None:

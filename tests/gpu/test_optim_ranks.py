@@ -72,10 +72,7 @@ RUNS = {
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Seen]]:
     """By rank, by case."""
-    found: list[dict[str, Seen]] = run_ranks(
-        trained, 2, tmp_path_factory.mktemp("ranks"), CASES, "cuda", backend="nccl"
-    )
-    return found
+    return run_ranks(trained, 2, tmp_path_factory.mktemp("ranks"), CASES, "cuda", backend="nccl")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -91,10 +88,7 @@ def test_the_weights_have_the_expected_bits_on_every_rank(seen: list[dict[str, S
 def gone_on(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
     """By rank, by run."""
     folder = tmp_path_factory.mktemp("ranks")
-    found: list[dict[str, list[str]]] = run_ranks(
-        resumed, 2, folder, str(folder), RUNS, "cuda", backend="nccl"
-    )
-    return found
+    return run_ranks(resumed, 2, folder, str(folder), RUNS, "cuda", backend="nccl")
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -87,8 +87,7 @@ def one_f_one_b(microbatches: int, warmup: int) -> list[Action]:
 
 
 def plain_forward(model: TransformerStage, x: Tensor) -> Tensor:
-    y: Tensor = model(x)
-    return y
+    return model(x)
 
 
 @dataclass

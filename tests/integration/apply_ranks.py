@@ -127,8 +127,7 @@ def _train(model: nn.Module, seed: int, device: str) -> list[Tensor]:
 
 
 def _local(tensor: Any) -> Tensor:
-    found: Tensor = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
-    return found
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def spread_over(spread: str, rank: int, mesh: DeviceMesh, modes: Sequence[Any] = MODES) -> dict[str, Any]:

@@ -140,8 +140,7 @@ def _build() -> Model:
 
 
 def _local(tensor: Any) -> Tensor:
-    found: Tensor = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
-    return found
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def _train(model: nn.Module, seed: int, *, keeps: bool = True) -> list[Tensor]:

@@ -73,8 +73,7 @@ class _ProductKeptOnCtx(torch.autograd.Function):
 
 class KeepingBlock(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = _ProductKeptOnCtx.apply(super().forward(x), self.down.weight.detach()[:, :WIDTH])
-        return y
+        return _ProductKeptOnCtx.apply(super().forward(x), self.down.weight.detach()[:, :WIDTH])
 
 
 class MarkedKeepingBlock(KeepingBlock):

@@ -61,8 +61,7 @@ def _train(model: nn.Module, rank: int) -> list[Tensor]:
 
 
 def _local(tensor: Any) -> Tensor:
-    found: Tensor = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
-    return found
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def _built() -> tuple[Any, list[int]]:

@@ -43,8 +43,7 @@ def step(model: nn.Module, optimizer: Optimizer, at: int) -> None:
 
 
 def local(tensor: Any) -> Tensor:
-    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def main(rank: int, world: int, folder: str) -> None:

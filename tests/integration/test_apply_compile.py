@@ -21,7 +21,6 @@ def manager() -> Iterator[PipelineOffloadManager]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with installed(build_manager()) as built:
-        assert built is not None
         yield built
     torch.set_num_threads(threads)
 

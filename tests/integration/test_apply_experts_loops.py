@@ -170,7 +170,6 @@ def test_counts_that_change_every_step_pin_nothing_after_warm_up(monkeypatch: py
     counts: set[tuple[int, ...]] = set()
     pinned, lent, refused = [], [], 0
     with installed(build_manager(max_spilling_bytes=None)) as manager:
-        assert manager is not None
         model = build("Qwen3Moe", "eager", num_experts=8, num_hidden_layers=1)
         offload.apply(model, modules={"experts": "*.mlp"}, blocks="model.layers.*", min_numel=64)
         for router in (module for module in model.modules() if type(module).__name__.endswith("Router")):

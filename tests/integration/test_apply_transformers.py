@@ -70,8 +70,7 @@ RECOMPUTING = ("hidden_states", "selective")
 def build(name: str) -> nn.Module:
     config, model, sizes, _ = MODELS[name]
     torch.manual_seed(0)
-    built: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**sizes)).train()
-    return built
+    return getattr(transformers, model)(getattr(transformers, config)(**sizes)).train()
 
 
 def batch(name: str) -> dict[str, Tensor]:

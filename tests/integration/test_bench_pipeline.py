@@ -50,15 +50,11 @@ pytestmark = pytest.mark.slow  # two launches of two ranks
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     options = ("--schedules", "1f1b,zbv", "--rows", "nothing,ours", "--verify")
-    found: tuple[dict[str, Any], str] = made_once(
-        tmp_path_factory, "bench-pipeline", lambda folder: run(folder, *options)
-    )
-    return found
+    return made_once(tmp_path_factory, "bench-pipeline", lambda folder: run(folder, *options))
 
 
 def named(written: dict[str, Any], label: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(result for result in written["results"] if result["label"].startswith(label))
-    return found
+    return next(result for result in written["results"] if result["label"].startswith(label))
 
 
 @pytest.mark.req("S3-93")

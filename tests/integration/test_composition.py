@@ -19,10 +19,7 @@ from tests.ranks import run_ranks
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Compared]]:
     """By rank, by case."""
-    found: list[dict[str, Compared]] = run_ranks_once(
-        tmp_path_factory, "composition", compared, 2, CASES, "cpu"
-    )
-    return found
+    return run_ranks_once(tmp_path_factory, "composition", compared, 2, CASES, "cpu")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -30,16 +30,14 @@ def run(name: str, **arguments: Any) -> Any:
 
 
 def moved_bytes() -> int:
-    found: int = offload.report().as_dict()["moved_bytes"]
-    return found
+    return offload.report().as_dict()["moved_bytes"]
 
 
 def share_held() -> float:
     """Peak of saved bytes on the device, over the peak with nothing offloaded: two lines of the report that
     each example prints."""
     last = offload.report().as_dict()["last_step"]
-    share: float = last["peak_bytes"] / last["would_hold_bytes"]
-    return share
+    return last["peak_bytes"] / last["would_hold_bytes"]
 
 
 def test_a_loop_of_ones_own_moves_what_its_blocks_save(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,10 +65,7 @@ def ran(python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
     programs = {page.name: "".join(examples(page)) for page in PAGES}
     programs[README.name] = "".join((first, README_SAYS[0], marks, README_SAYS[1], *rest, optimizer))
     programs |= {"no extra": NO_EXTRA, "plot": PLOT}
-    found: dict[str, tuple[int, str, str]] = made_once(
-        tmp_path_factory, "pages", lambda folder: run_each(python, folder, programs)
-    )
-    return found
+    return made_once(tmp_path_factory, "pages", lambda folder: run_each(python, folder, programs))
 
 
 def test_a_users_environment_has_no_extra_and_not_the_checkout(ran: dict[str, tuple[int, str, str]]) -> None:

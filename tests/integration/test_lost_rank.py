@@ -52,8 +52,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Ended]]:
             found[SILENT] = [bystander.ended()]
         return found
 
-    ended: dict[Case, list[Ended]] = made_once(tmp_path_factory, "lost-rank", all_cases)
-    return ended
+    return made_once(tmp_path_factory, "lost-rank", all_cases)
 
 
 def ended_with_an_error(bystander: Ended, said: str) -> None:

@@ -20,8 +20,7 @@ WHEEL = "megatron-core==0.16.1"  # later ones need triton and einops beside them
 @pytest.fixture(scope="module")
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that it is installed in; torch and numpy are those of the tests."""
-    found: Path = made_once(tmp_path_factory, "megatron-core", lambda folder: install(folder, WHEEL))
-    return found
+    return made_once(tmp_path_factory, "megatron-core", lambda folder: install(folder, WHEEL))
 
 
 @pytest.mark.parametrize(

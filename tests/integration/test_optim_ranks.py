@@ -120,10 +120,7 @@ BROKEN = {
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Seen]]:
     """By rank, by case."""
-    found: list[dict[str, Seen]] = run_ranks_once(
-        tmp_path_factory, "optim-ranks", trained, 2, {**SAME, **BROKEN}, "cpu"
-    )
-    return found
+    return run_ranks_once(tmp_path_factory, "optim-ranks", trained, 2, {**SAME, **BROKEN}, "cpu")
 
 
 @pytest.mark.req("S3-32")
@@ -213,8 +210,7 @@ def asked(rank: int, world: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = run_ranks_once(tmp_path_factory, "optim-answers", asked, 2)
-    return found
+    return run_ranks_once(tmp_path_factory, "optim-answers", asked, 2)
 
 
 @pytest.mark.parametrize("name", REFUSED)

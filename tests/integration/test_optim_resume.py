@@ -32,10 +32,7 @@ RUNS = {
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
     """By rank, by run."""
     folder = str(tmp_path_factory.mktemp("ranks"))
-    found: list[dict[str, list[str]]] = run_ranks_once(
-        tmp_path_factory, "optim-resume", resumed, 2, folder, RUNS, "cpu"
-    )
-    return found
+    return run_ranks_once(tmp_path_factory, "optim-resume", resumed, 2, folder, RUNS, "cpu")
 
 
 @pytest.mark.req("S3-40")

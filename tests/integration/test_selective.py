@@ -140,8 +140,7 @@ def test_a_kept_collective_is_waited_for_before_its_copy(monkeypatch: pytest.Mon
 
     def wait(tensor: Tensor) -> Tensor:
         happened.append(("waited", tensor.data_ptr()))
-        waited: Tensor = wait_tensor(tensor)
-        return waited
+        return wait_tensor(tensor)
 
     wait.default = wait_tensor.default  # type: ignore[attr-defined]  # what torch itself calls
     monkeypatch.setattr(manager.engine.store, "save", save)

@@ -45,16 +45,14 @@ for script in sys.argv[1:]:
 
 def wheel_of(factory: pytest.TempPathFactory) -> Path:
     """The wheel of this checkout, built once for all workers."""
-    found: Path = made_once(factory, "wheel", _build_wheel)
-    return found
+    return made_once(factory, "wheel", _build_wheel)
 
 
 def environment_of(
     factory: pytest.TempPathFactory, wheel: Path, name: str = "user", more: tuple[str, ...] = ()
 ) -> Path:
     """The interpreter of an environment with the wheel, and with `more` distributions."""
-    found: Path = made_once(factory, name, lambda folder: _build_environment(folder, wheel, more))
-    return found
+    return made_once(factory, name, lambda folder: _build_environment(folder, wheel, more))
 
 
 def run_in(python: Path, folder: Path, *arguments: str, code: int = 0) -> str:

@@ -63,8 +63,7 @@ class Layers(nn.Module):
             y = y + self.spare(y[:, :5]).sum(1, keepdim=True)
         if self.late is not None:
             y = y + self.late(x)
-        result: Tensor = y
-        return result
+        return y
 
 
 class World:
@@ -109,8 +108,7 @@ class World:
         return self.optimizers[number % len(self.optimizers)]
 
     def loss(self, number: int, how: int = 0) -> Tensor:
-        found: Tensor = self.model(batch(number, self.dtype), how).float().square().mean()
-        return found
+        return self.model(batch(number, self.dtype), how).float().square().mean()
 
     def attempt(self, name: str, run: Callable[[], Any]) -> None:
         """What may be refused, by both in the same way: torch's scaler asks for gradients, for one."""

@@ -64,8 +64,7 @@ class Plain:
         return nullcontext()
 
     def region(self, body: Callable[..., Tensor], *values: Any) -> Tensor:
-        found: Tensor = checkpoint(body, *values, use_reentrant=False)
-        return found
+        return checkpoint(body, *values, use_reentrant=False)
 
     def lane_of(self, microbatch: int) -> int:
         return 0
@@ -143,8 +142,7 @@ class Offloaded(Plain):
 
     def computed(self, tensor: Tensor) -> Tensor:
         self.device.compute_for(self.settings.compute_s)
-        ticked: Tensor = Tick.apply(tensor, self.device, 2 * self.settings.compute_s)
-        return ticked
+        return Tick.apply(tensor, self.device, 2 * self.settings.compute_s)
 
     def foretell(self, actions: tuple[ActionKey, ...] | None) -> None:
         self.manager.set_order(actions)
@@ -173,10 +171,7 @@ class Offloaded(Plain):
         return offload.offload_hooks()
 
     def region(self, body: Callable[..., Tensor], *values: Any) -> Tensor:
-        found: Tensor = checkpoint(
-            body, *values, use_reentrant=False, context_fn=offload.selective_contexts(KEEP_OPS)
-        )
-        return found
+        return checkpoint(body, *values, use_reentrant=False, context_fn=offload.selective_contexts(KEEP_OPS))
 
     def lane_of(self, microbatch: int) -> int:
         return microbatch % len(self.lanes)

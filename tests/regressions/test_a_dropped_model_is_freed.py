@@ -64,7 +64,6 @@ def trained(
 @pytest.mark.parametrize("arguments", APPLIED, ids=said)
 def test_a_model_that_is_dropped_is_freed_whatever_was_applied(arguments: dict[str, Any]) -> None:
     with installed(build_manager()) as manager, streams_from(WIDTH * WIDTH):
-        assert manager is not None
         ways = ("torch", "applied", "step", "forward", "backward")
         found = {how: trained(arguments, how, manager.engine) for how in ways}
         gc.collect()

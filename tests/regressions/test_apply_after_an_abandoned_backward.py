@@ -26,8 +26,7 @@ def build() -> nn.Sequential:
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
-    loss: torch.Tensor = model(torch.randn(16, 32)).square().mean()
-    return loss
+    return model(torch.randn(16, 32)).square().mean()
 
 
 def retained() -> torch.Tensor:

@@ -38,8 +38,7 @@ class Block(nn.Module):
         self.base.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = x + self.drop(self.lora(self.more(self.base(x))))
-        return output
+        return x + self.drop(self.lora(self.more(self.base(x))))
 
 
 def unfreeze(block: Block) -> None:

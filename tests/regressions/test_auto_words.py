@@ -45,8 +45,7 @@ class Routed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.a(x)
         weight, chosen = self.router(hidden).softmax(-1).topk(1)
-        output: Tensor = x + weight * self.b(hidden.tanh()).index_select(0, chosen.squeeze(-1))
-        return output
+        return x + weight * self.b(hidden.tanh()).index_select(0, chosen.squeeze(-1))
 
 
 def test_a_group_that_no_user_named_is_not_blamed_for_moving_nothing(

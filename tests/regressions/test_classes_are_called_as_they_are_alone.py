@@ -32,8 +32,7 @@ def net() -> nn.Sequential:
 
 
 def loss_of(model: nn.Module, number: int) -> Tensor:
-    found: Tensor = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(number))).square().sum()
-    return found
+    return model(torch.randn(4, 8, generator=torch.Generator().manual_seed(number))).square().sum()
 
 
 class Sam(Optimizer):

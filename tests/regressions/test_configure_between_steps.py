@@ -72,7 +72,6 @@ def test_bits_reports_and_limits_outlive_configure(
 ) -> None:
     wanted = plain()
     with counted_time(), installed(build_manager()) as manager:
-        assert manager is not None
         engine = manager.engine
         engine.rates = SLOW
         module = model()

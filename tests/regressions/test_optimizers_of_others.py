@@ -41,8 +41,7 @@ class Momentum(Optimizer):
         return [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
 
     def moment(self, parameter: Tensor) -> Tensor:
-        found: Tensor = self.state[parameter].setdefault("m", torch.zeros_like(parameter))
-        return found
+        return self.state[parameter].setdefault("m", torch.zeros_like(parameter))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -199,8 +198,7 @@ class Listed(Momentum):
         self.seen: set[int] = set()
 
     def moment(self, parameter: Tensor) -> Tensor:
-        found: Tensor = self.state[parameter].setdefault("GG", [torch.zeros_like(parameter)])[0]
-        return found
+        return self.state[parameter].setdefault("GG", [torch.zeros_like(parameter)])[0]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -76,7 +76,6 @@ def test_1_every_reload_on_the_spot_is_ordered_after_its_own_offload(
     """The simulated device raises at any copy that no event orders after what wrote its source."""
     expected = baseline(build_stages(), [actions] * 2)
     with installed(build_manager(executor, seed=1, **RELOADED_ON_THE_SPOT)) as manager:
-        assert manager is not None
         driver = Driver(build_stages())
         found = []
         for _ in range(2):
@@ -128,7 +127,6 @@ def test_2_every_configuration_has_a_second_and_a_third_iteration(
     expected = baseline(build_stages(stages, layers, names), [actions] * 3)
     for seed, fraction in enumerate((0.0, 0.5, 1.0)):
         with installed(build_manager("random", seed=seed, activation_offload_fraction=fraction)) as manager:
-            assert manager is not None
             driver = Driver(build_stages(stages, layers, names))
             assert_same(expected, [driver.step(actions) for _ in range(3)])
             if fraction == 0:
@@ -169,7 +167,6 @@ def test_3_backwards_may_come_in_halves(announced: bool, caps: dict[str, Any]) -
         expected = [driver.step(ZERO_BUBBLE) for _ in range(4)]
     for executor in EXECUTORS:
         with installed(build_manager(executor, seed=3, **caps)) as manager:
-            assert manager is not None
             driver = Driver(build_stages(2, 1), announced=announced)
             found = []
             for _ in range(4):
@@ -233,7 +230,6 @@ def test_5_saved_tensor_may_be_read_any_number_of_times(executor: Any) -> None:
             return 2 * grad * ctx.saved_tensors[0]
 
     with installed(build_manager(executor, seed=5, **RELOADED_ON_THE_SPOT)) as manager:
-        assert manager is not None
         for _ in range(2):
             init_chunk_handler(None, None, 1)
             x = leaf()
@@ -355,7 +351,6 @@ def test_8_forced_release_never_frees_what_has_no_copy(
 def test_9_new_shapes_pin_nothing_new(name: str) -> None:
     largest, held = 12 << 20, []
     with installed(build_manager(trim_host=False)) as manager:
-        assert manager is not None
         for round_ in range(2):
             for eighths in (8, 1, 5, 2, 7, 3, 6, 4):
                 for _ in range(2):

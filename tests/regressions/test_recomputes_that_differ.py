@@ -40,7 +40,6 @@ def manager() -> Iterator[PipelineOffloadManager]:
     random.seed(0)
     np.random.seed(0)
     with counted_time(), installed(build_manager()) as built:
-        assert built is not None
         yield built
 
 
@@ -217,8 +216,7 @@ class Adapted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.a(x))
         row, active = self.shared.get("row", self.row), self.shared.get("active", self.active)
-        scaled: Tensor = y * self.stacked[row] if row >= 0 else self.adapters[active](y)
-        return scaled
+        return y * self.stacked[row] if row >= 0 else self.adapters[active](y)
 
 
 def two_live_forwards(mode: Any, choose: Callable[[Any, int], object]) -> list[Tensor]:

@@ -110,8 +110,7 @@ class ReadsFirst(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gram = torch.tanh(self.core.weight @ self.core.weight.t())
-        found: Tensor = self.core(self.entry(x)) @ gram
-        return found
+        return self.core(self.entry(x)) @ gram
 
 
 def plainly(model: nn.Module, make: Any) -> list[Tensor]:
@@ -174,8 +173,7 @@ class ReadsPast(nn.Module):
         self.head, self.out = nn.Linear(24, 24, bias=False), nn.Linear(24, 24)
 
     def forward(self, x: Tensor, fused: bool) -> Tensor:
-        found: Tensor = self.out(F.linear(x, self.head.weight.tanh()) if fused else self.head(x))
-        return found
+        return self.out(F.linear(x, self.head.weight.tanh()) if fused else self.head(x))
 
 
 @pytest.mark.parametrize("overlap", BEFORE_THE_FORWARD)

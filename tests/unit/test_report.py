@@ -111,7 +111,6 @@ def test_a_report_can_begin_later_and_counts_from_there(manager: PipelineOffload
 
 def test_a_report_whose_manager_was_closed_says_that_its_figures_end_there() -> None:
     with installed(build_manager()) as manager:
-        assert manager is not None
         start = ReportStart(manager, "apply")
         trained(2)
         assert start.report().remark == ""
@@ -443,8 +442,7 @@ def test_a_stall_is_a_share_of_the_step_that_it_is_of(
 
 def test_bytes_that_continued_to_the_disk_have_rows_of_their_own(tmp_path: Path) -> None:
     assert "disk" not in str(Report(since="apply", total=Figures(steps=1), last=Figures(steps=1)))
-    with installed(build_manager(disk_directory=str(tmp_path))) as manager:
-        assert manager is not None
+    with installed(build_manager(disk_directory=str(tmp_path))):
         (stats,) = trained(1)
         found = report()
     assert found.total.disk_out_bytes == stats.disk_write_bytes

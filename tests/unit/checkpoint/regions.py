@@ -52,18 +52,15 @@ def build_blocks(kind: Callable[[], nn.Module] = Block, count: int = BLOCKS) -> 
 
 
 def plain(block: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = block(x)
-    return y
+    return block(x)
 
 
 def recomputed(block: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = checkpoint(block, x, use_reentrant=False)
-    return y
+    return checkpoint(block, x, use_reentrant=False)
 
 
 def kept(block: nn.Module, x: Tensor, keep_ops: Any = frozenset({MM}), **keywords: Any) -> Tensor:
-    y: Tensor = checkpoint(block, x, use_reentrant=False, context_fn=selective_contexts(keep_ops), **keywords)
-    return y
+    return checkpoint(block, x, use_reentrant=False, context_fn=selective_contexts(keep_ops), **keywords)
 
 
 def kept_in_group(block: nn.Module, x: Tensor) -> Tensor:

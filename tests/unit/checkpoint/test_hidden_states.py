@@ -41,7 +41,6 @@ Manager = PipelineOffloadManager
 @pytest.mark.parametrize("executor", ["late", "early", "random"])
 def test_only_the_input_of_each_block_is_saved_and_the_gradients_have_the_same_bits(executor: Any) -> None:
     with installed(build_manager(executor)) as manager:
-        assert manager is not None
         for stats in compared(build(), manager, steps=3):
             assert (stats.saved, stats.refused) == (BLOCKS, 0)
             assert (stats.spilled, stats.spill_bytes) == (BLOCKS, BLOCKS * INPUT_BYTES)
@@ -73,8 +72,7 @@ class KeywordModel(Model):
         for block in self.blocks:
             state = block(state=state, factors=(0.5, torch.ones(ROWS, ROWS)))
         assert state["calls"] == ["one"] * BLOCKS
-        result: Tensor = state["x"]
-        return result
+        return state["x"]
 
 
 @pytest.mark.req("S4-9")

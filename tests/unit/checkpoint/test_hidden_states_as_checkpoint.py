@@ -178,8 +178,7 @@ class Outer(nn.Module):
         self.first, self.second = Block(0.5), Block(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(self.first(x).tanh())
-        return y
+        return self.second(self.first(x).tanh())
 
 
 def test_calls_inside_a_recomputed_call_are_recomputed_with_it_and_only_its_input_leaves(
@@ -204,8 +203,7 @@ def test_one_block_called_many_times_has_a_call_of_its_own_each_time(manager: Ma
     class Recursive(Block):
         def forward(self, x: Tensor, depth: Any = 1) -> Tensor:
             y = super().forward(x)
-            result: Tensor = self(y, depth - 1) if depth else y
-            return result
+            return self(y, depth - 1) if depth else y
 
     torch.manual_seed(0)
     block = Recursive()

@@ -62,8 +62,7 @@ class OldSpectral(nn.Module):
         self.fc = torch.nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.fc(x).tanh()
-        return y
+        return x + self.fc(x).tanh()
 
 
 class Replacing(nn.Module):
@@ -95,8 +94,7 @@ class Shared(nn.Module):
         self.second.norm.running_mean = self.first.norm.running_mean
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(self.first(x))
-        return y
+        return self.second(self.first(x))
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {

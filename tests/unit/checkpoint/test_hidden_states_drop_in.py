@@ -193,7 +193,6 @@ def test_the_next_input_is_fetched_before_the_recompute_that_reads_it() -> None:
             return super().forward(x, mask)
 
     with installed(build_manager("late", max_spilling_bytes=INPUT_BYTES)) as manager:
-        assert manager is not None
         model = checkpointed(True, Asking)
         for number, block in enumerate(model.blocks):
             block.number = number  # type: ignore[assignment]
@@ -301,8 +300,7 @@ def test_a_checkpoint_inside_a_checkpoint_is_torchs_own(manager: Manager) -> Non
 
         def forward(self, x: Tensor) -> Tensor:
             y = checkpoint(self.first, x, use_reentrant=False)
-            z: Tensor = checkpoint(self.second, y, use_reentrant=False)
-            return z
+            return checkpoint(self.second, y, use_reentrant=False)
 
     for reentrant in (True, False):
         model = checkpointed(reentrant, Nested)

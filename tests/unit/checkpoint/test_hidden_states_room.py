@@ -73,7 +73,6 @@ def test_the_next_input_is_fetched_before_the_recompute_that_reads_it() -> None:
             return super().forward(x, mask)
 
     with installed(build_manager("late", max_spilling_bytes=INPUT_BYTES)) as manager:
-        assert manager is not None
         model = build(Asking)
         for number, block in enumerate(model.blocks):
             block.number = number  # type: ignore[assignment]
@@ -98,7 +97,6 @@ def test_after_the_forward_two_inputs_are_on_the_device_and_in_the_backward_one_
             return super().forward(x, mask)
 
     with installed(build_manager(executor)) as manager:
-        assert manager is not None
         limits, sent = manager.engine.limits, 1 if cap == 1 else 2
         limits.contributor("other").bound("inputs_in_flight", cap)
         assert (limits.inputs_in_flight, limits.held_by("inputs_in_flight")) == (
@@ -135,7 +133,6 @@ def test_sources_alive_are_bounded_by_bytes_that_a_user_sets(monkeypatch: pytest
             return super().forward(x, mask)
 
     with installed(build_manager("late", max_spilling_bytes=2 * INPUT_BYTES)) as manager:
-        assert manager is not None
         model = build(Asking, count=8)
         init_chunk_handler(None, None, 1)
         with recomputed(list(model.blocks), manager):
@@ -208,7 +205,6 @@ def test_under_any_order_of_forwards_and_backwards_the_gradients_have_the_same_b
     for executor in EXECUTORS:
         stages = build_stages(count, names=())
         with installed(build_manager(executor)) as manager:
-            assert manager is not None
             blocks = [layer for stage in stages for layer in stage]
             with recomputed(blocks, manager):
                 driver = Driver(stages, announced=announced)
@@ -243,7 +239,6 @@ def test_a_report_counts_what_was_seen_marked_offloaded_restored_and_skipped() -
     """Seen are the arguments of every call: those that were marked, one a call, and those that stayed. Of the
     first step, whose saves are looked at one by one."""
     with installed(build_manager(max_spilling_bytes=INPUT_BYTES)) as manager:
-        assert manager is not None
         [stats] = compared(build(), manager, torch.rand(ROWS, ROWS))
         group = offload.report().total.groups[HIDDEN_STATES]
     skipped = sum(stayed.tensors for stayed in group.stayed.values())

@@ -133,7 +133,6 @@ def test_the_two_halves_of_a_split_backward_both_find_what_was_kept(
     blocks = build_blocks()
     expected = train(blocks, plain)[1:]
     with installed(build_manager(executor, max_spilling_bytes=1)) as manager:
-        assert manager is not None
         for _ in range(3):
             manager.begin_chunk(0, 0)
             x = source()

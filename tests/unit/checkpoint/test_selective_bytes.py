@@ -130,8 +130,7 @@ def test_a_recompute_saves_the_fetched_bytes_themselves(manager: PipelineOffload
 def test_a_kept_output_that_stays_costs_no_copy(config: dict[str, Any]) -> None:
     blocks = build_blocks()
     expected = train(blocks, plain)
-    with installed(build_manager(**config)) as manager:
-        assert manager is not None
+    with installed(build_manager(**config)):
         for _ in range(2):
             found, stats = train_step(blocks, kept)
             assert_bits(expected, found)
@@ -154,7 +153,6 @@ def test_a_device_limit_holds_for_kept_outputs() -> None:
     expected = train(blocks, plain)
     limit_bytes = 2 * FC1_BYTES
     with installed(build_manager(device_limit_bytes=limit_bytes)) as manager:
-        assert manager is not None
         for _ in range(4):
             init_chunk_handler(None, None, 1)
             x = source()
@@ -231,7 +229,6 @@ def test_what_a_recompute_reads_is_fetched_before_it_asks() -> None:
     with installed(
         build_manager(max_restoring_bytes=2 * INPUT_BYTES, piece_bytes=1, max_spilling_bytes=1)
     ) as manager:
-        assert manager is not None
         on_demand: list[str] = []
         restore = manager.engine.transfers.restore
 
@@ -277,7 +274,6 @@ def test_an_output_belongs_to_the_group_that_was_open_when_it_was_made(
     for block in blocks:
         block.delay = delay  # type: ignore[assignment]
     with installed(build_manager(piece_bytes=1 << 20)) as manager:
-        assert manager is not None
         init_chunk_handler(None, None, 1)
         x = source()
         loss = forward(blocks, x, kept)

@@ -44,7 +44,6 @@ def offloading(executor: ExecutorName = "late", **config: Any) -> Iterator[Pipel
     """Groups leave for the simulated device's host inside. Small caps let them go only as copies end."""
     settings = {"min_offloaded_tensor_size": 16, "max_spilling_bytes": 8192, **config}
     with installed(build_manager(executor, **settings)) as manager:
-        assert manager is not None
         yield manager
 
 

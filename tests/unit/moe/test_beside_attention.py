@@ -25,8 +25,7 @@ def test_an_experts_input_leaves_while_the_attention_after_it_computes(kept: Any
     expected = step(MixtureGPT(config), (0,))
     device = SimDevice(executor="clock", d2h_gb_s=2e-2)  # an input takes a part of the attention's time
     seen: list[tuple[int, bool, bool]] = []
-    with installed(build_manager(device=device, min_offloaded_tensor_size=512)) as manager:
-        assert manager is not None
+    with installed(build_manager(device=device, min_offloaded_tensor_size=512)):
         model = MixtureGPT(config, experts_mode="both", input_kept=kept)
 
         def attends(*_arguments: Any) -> None:

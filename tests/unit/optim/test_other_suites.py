@@ -46,8 +46,7 @@ TIMMS: dict[str, dict[str, Any]] = {
 
 def optimizer_class(module: str, name: str) -> type[Optimizer]:
     pytest.importorskip(module.partition(".")[0])
-    found: type[Optimizer] = getattr(importlib.import_module(module), name)
-    return found
+    return getattr(importlib.import_module(module), name)
 
 
 @pytest.mark.parametrize("name", TIMMS)

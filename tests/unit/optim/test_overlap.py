@@ -170,8 +170,7 @@ def saved(weight: Tensor) -> Tensor:
     stream = io.BytesIO()
     torch.save(weight, stream)
     stream.seek(0)
-    found: Tensor = torch.load(stream, weights_only=False)
-    return found
+    return torch.load(stream, weights_only=False)
 
 
 def shared(weight: Any) -> Tensor:

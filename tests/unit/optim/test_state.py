@@ -28,8 +28,7 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
+    return torch.load(file, weights_only=True)
 
 
 def classes_in(value: Any) -> list[Any]:

@@ -33,8 +33,7 @@ class Net(nn.Module):
         self.row = self.norm.weight.detach()[:4]
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.norm(torch.relu(self.first(x)))) * self.scale
-        return out
+        return self.last(self.norm(torch.relu(self.first(x)))) * self.scale
 
 
 def engine_of(executor: ExecutorName = "late", seed: int = 0, **others: Any) -> OffloadEngine:

@@ -35,10 +35,9 @@ def engine() -> Iterator[OffloadEngine]:
 def hybrid(fraction: float, **options: Any) -> Make:
     def make(model: nn.Module, engine: OffloadEngine) -> Optimizer:
         more = {"model": model} if options.get("overlap") else {}
-        made: Optimizer = HybridDeviceOptimizer(
+        return HybridDeviceOptimizer(
             model.parameters(), fraction, AdamW, lr=1e-2, engine=engine, fused=True, **options, **more
         )
-        return made
 
     return make
 

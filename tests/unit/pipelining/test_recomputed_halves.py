@@ -114,7 +114,6 @@ def test_a_half_computes_a_block_again_once_and_a_w_not_at_all_where_its_i_leave
     its W is a whole backward."""
     wanted = expected(name)
     with installed(build_manager()) as manager:
-        assert manager is not None
         impose(manager.engine, again_room_bytes=100 * SAVE if leaves else 0)
         pipeline = Pipeline(name, mode)
         for step in range(2):
@@ -185,7 +184,6 @@ def test_the_first_blocks_leave_what_the_room_holds_and_it_is_counted_until_the_
 ) -> None:
     """A block that is frozen leaves nothing, and does not end what those after it leave."""
     with installed(build_manager(max_restoring_bytes=0)) as manager:
-        assert manager is not None
         impose(manager.engine, again_room_bytes=room)
         stage = Stage()
         for at in frozen:
@@ -205,7 +203,6 @@ def test_the_first_blocks_leave_what_the_room_holds_and_it_is_counted_until_the_
 def test_what_a_weight_half_does_not_read_is_gone_when_it_comes_to_the_next_block() -> None:
     """torch's own keeps it until the whole W has ended, once for each group of parameters."""
     with installed(build_manager()) as manager:
-        assert manager is not None
         impose(manager.engine, again_room_bytes=0)
         stage = Stage()
         offload.apply(stage.module, mode="hidden_states")
@@ -226,7 +223,6 @@ def test_what_a_weight_half_does_not_read_is_gone_when_it_comes_to_the_next_bloc
 def test_a_block_that_is_computed_by_a_whole_backward_of_a_split_schedule_gives_up_what_it_has_read() -> None:
     """Stage 0's W is one backward, which reads all that a recompute made, each once."""
     with installed(build_manager()) as manager:
-        assert manager is not None
         pipeline = Pipeline("zbv", "hidden_states")
         pipeline.step()
         assert manager._halves[0].input_reads is False
@@ -249,7 +245,6 @@ def test_a_plan_of_mode_auto_says_how_much_an_input_half_leaves_and_gradients_ar
     }
     monkeypatch.setattr(StepClock, "end_step", lambda self: times)
     with installed(build_manager()) as manager:
-        assert manager is not None
         manager.engine.rates = Rates(d2h_bytes_per_s=2e7, h2d_bytes_per_s=2e7)
         pipeline = Pipeline("zbv", "auto", frozen, device_total=f"{14 * SAVE}B")
         rooms = []
@@ -298,7 +293,6 @@ def test_what_input_halves_leave_has_its_room_in_each_step_of_every_plan(
     search_briefly(monkeypatch)
     stages = wide_stages(blocks)
     with counted_time(), installed(build_manager()) as manager:
-        assert manager is not None
         manager.engine.rates = Rates(d2h_bytes_per_s=rate, h2d_bytes_per_s=rate)
         handles = [offload.apply(stage, mode="auto", device_total=f"{total}B") for stage in stages.values()]
         for step in range(8):
@@ -327,7 +321,6 @@ def test_what_input_halves_leave_may_be_more_than_the_limit_where_lengths_vary(
     stages = wide_stages(5)
     drawn = random.Random(3)
     with counted_time(), installed(build_manager()) as manager:
-        assert manager is not None
         manager.engine.rates = Rates(d2h_bytes_per_s=2e8, h2d_bytes_per_s=2e8)
         for stage in stages.values():
             offload.apply(stage, mode="auto", device_total="43776B")

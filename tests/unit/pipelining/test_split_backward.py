@@ -95,7 +95,6 @@ def test_gradients_are_bitwise_those_without_offload_under_every_plan(
     monkeypatch.setattr(StepClock, "end_step", lambda self: times)
     monkeypatch.setattr(timed, "choose_keeps", partial(choose_keeps, max_trials=12))
     with installed(build_manager(device_limit_bytes=saves * SAVE)) as manager:
-        assert manager is not None
         manager.engine.rates = Rates(d2h_bytes_per_s=2e7, h2d_bytes_per_s=2e7)
         schedule, stages = pipeline(name)
         for _ in range(STEPS):

@@ -30,13 +30,11 @@ class Square(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         x, _ = ctx.saved_tensors
-        result: Tensor = 2 * gradient * x
-        return result
+        return 2 * gradient * x
 
 
 def block(x: Tensor) -> Tensor:
-    result: Tensor = Square.apply(x.sin()).exp().tanh()
-    return result
+    return Square.apply(x.sin()).exp().tanh()
 
 
 BLOCK_SAVES = 5

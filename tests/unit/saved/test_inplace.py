@@ -159,8 +159,7 @@ class Exponential(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
-        result: Tensor = gradient * y
-        return result
+        return gradient * y
 
 
 def masked(x: Tensor) -> Tensor:
@@ -217,8 +216,7 @@ class Careless(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         ctx.saved_tensors[0].mul_(2)
-        result: Tensor = gradient * ctx.saved_tensors[0]
-        return result
+        return gradient * ctx.saved_tensors[0]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -52,7 +52,6 @@ def plain(forward: Forward, x: Tensor | None = None) -> Tensor:
 @pytest.fixture
 def manager() -> Iterator[PipelineOffloadManager]:
     with installed(build_manager(activation_offload_fraction=0.0, piece_bytes=1 << 20)) as built:
-        assert built is not None
         yield built
 
 
@@ -216,7 +215,6 @@ def last_of_five(forward: Callable[[Tensor, bool], Tensor]) -> tuple[Tensor, Ste
     """The fifth step, the only one of which `forward` is told so, when the first group of each chunk stays
     and the others leave."""
     with installed(build_manager(activation_offload_fraction=1.0)) as manager:
-        assert manager is not None
         for number in range(5):
             for handler in manager._handlers.values():
                 handler.stays = frozenset({0})
@@ -257,7 +255,6 @@ def test_no_figure_depends_on_the_size_of_a_piece() -> None:
 def test_a_piece_that_stays_is_small_beside_a_device_limit() -> None:
     limit = 4 * NBYTES * KEPT_SHARE
     with installed(build_manager(device_limit_bytes=limit, piece_bytes=1 << 20)) as manager:
-        assert manager is not None
         for _ in range(3):
             step(lambda x: group(sines(6), x))
         init_chunk_handler(None, None, 1)

@@ -40,8 +40,7 @@ class Scale(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         x = ctx.saved_tensors[0]
         part = ctx.saved_tensors[1].sum()
-        result: Tensor = gradient * 3 + (x - ctx.saved_tensors[2]) * 1e-3 + part * 1e-3
-        return result
+        return gradient * 3 + (x - ctx.saved_tensors[2]) * 1e-3 + part * 1e-3
 
 
 def residual(x: Tensor) -> Tensor:

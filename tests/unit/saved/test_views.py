@@ -40,8 +40,7 @@ class Keep(torch.autograd.Function):
 
 
 def keep(found: list[Tensor], *values: Tensor) -> Tensor:
-    result: Tensor = Keep.apply(torch.ones((), requires_grad=True), found, *values)
-    return result
+    return Keep.apply(torch.ones((), requires_grad=True), found, *values)
 
 
 def round_trip(make: Callable[[], Tensor], rig: Rig) -> tuple[Tensor, Tensor]:

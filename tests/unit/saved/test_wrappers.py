@@ -29,8 +29,7 @@ def distributed(mesh: DeviceMesh, placement: Shard | Replicate, *size: int) -> D
 
 def local(value: Tensor | None) -> Tensor:
     assert isinstance(value, DTensor)
-    result: Tensor = value.to_local()
-    return result
+    return value.to_local()
 
 
 # -- DTensor -------------------------------------------------------------------------------------------------

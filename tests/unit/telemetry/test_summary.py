@@ -129,8 +129,7 @@ def outputs_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         run_ranks(summarise_on_one_rank, 2, folder, str(folder / "said"))
         return {path.name: path.read_text() for path in (folder / "said").iterdir()}
 
-    found: dict[str, str] = made_once(tmp_path_factory, "summary", said)
-    return found
+    return made_once(tmp_path_factory, "summary", said)
 
 
 @pytest.mark.req("S2-3", "S2-5", "S2-7")

@@ -166,7 +166,6 @@ def streamed(
             layer.requires_grad_(False)
     plain = copy.deepcopy(model)
     with installed(build_manager(executor)) as manager, streams_from(WIDTH * WIDTH):
-        assert manager is not None
         handle = offload.apply(model, weights=weights, **options)
         pair = Pair(model, plain, handle)
         if "quantize" in options:

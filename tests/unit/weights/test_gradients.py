@@ -39,7 +39,6 @@ def waiting(
     model = Model() if model is None else model
     plain = copy.deepcopy(model)
     with installed(build_manager(executor)) as manager, streams_from(LARGE):
-        assert manager is not None
         handle = offload.apply(model, gradients=gradients, **options)
         pair = Pair(model, plain, handle)
         yield pair

@@ -30,7 +30,6 @@ def stepped(executor: Any, dtype: torch.dtype, *, writes: bool = False, **option
     model = Model().to(dtype)
     plain = copy.deepcopy(model)
     with installed(build_manager(executor)) as manager, streams_from(WIDTH * WIDTH):
-        assert manager is not None
         handle = offload.apply(model, gradients="host")
         optimizers = [
             HybridDeviceOptimizer(
@@ -123,7 +122,6 @@ def test_parameters_are_followed_from_behind_an_optimizers_hooks_and_behind_its_
         pair.train(2)
     model = Model()
     with installed(build_manager("late")) as manager, streams_from(WIDTH * WIDTH):
-        assert manager is not None
         optimizer = HybridDeviceOptimizer(
             model.parameters(), lr=1e-2, model=model, engine=manager.engine, overlap="forward"
         )
@@ -135,7 +133,6 @@ def test_parameters_are_followed_from_behind_an_optimizers_hooks_and_behind_its_
 
 def test_a_reader_of_the_gradient_between_step_and_use_finds_it() -> None:
     with installed(build_manager()) as manager, streams_from(WIDTH * WIDTH):
-        assert manager is not None
         model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
         handle = offload.apply(model, gradients="host")
         optimizer = HybridDeviceOptimizer(
@@ -152,7 +149,6 @@ def test_a_reader_of_the_gradient_between_step_and_use_finds_it() -> None:
 def test_room_for_them_is_made_once_the_state_of_the_step_before_has_gone_out() -> None:
     """They left before that step, which the loop took without them."""
     with installed(build_manager("late")) as manager, streams_from(WIDTH * WIDTH):
-        assert manager is not None
         model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
         handle = offload.apply(model, gradients="host")
         optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, cpu_share=0.0, engine=manager.engine)

@@ -42,8 +42,7 @@ ELEMENTS = BLOCKS * BLOCK_BYTES // 4
 
 @pytest.fixture(params=OVERLAPS)
 def overlap(request: Any) -> Overlap:
-    found: Overlap = request.param
-    return found
+    return request.param
 
 
 def close(optimizers: tuple[Optimizer, Optimizer]) -> None:

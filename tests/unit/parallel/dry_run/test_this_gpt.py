@@ -77,7 +77,6 @@ def run(config: dict[str, int | float], rates: Rates, steps: int) -> Iterator[Pi
         OffloadConfig(min_offloaded_tensor_size=1, piece_bytes=1 << 12, **config), device=device
     )
     with installed(PipelineOffloadManager(engine, print_summary=False)) as manager:
-        assert manager is not None
         manager.engine.rates = rates
         driver = GptDriver(build_stage(), device)
         for _ in range(steps):
@@ -97,8 +96,7 @@ class OneLayer(nn.Module):
         self.register_buffer("sin", stage.rotary_sin)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.layer(x, self.tables)
-        return made
+        return self.layer(x, self.tables)
 
 
 def rank_step(rates: Rates) -> RankStep:
@@ -129,7 +127,6 @@ def test_what_the_halves_of_a_split_backward_read_is_what_those_of_a_real_run_we
     parameters = list(stage.parameters())
     engine = OffloadEngine(OffloadConfig(min_offloaded_tensor_size=1, piece_bytes=1), device=SimDevice())
     with installed(PipelineOffloadManager(engine, print_summary=False)) as manager:
-        assert manager is not None
         manager.begin_chunk(1, 0)
         x = hidden().requires_grad_()
         y = stage(x * 1)
