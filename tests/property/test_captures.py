@@ -21,6 +21,7 @@ from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.handles import Handle
 from offload.transfer.admission import Priority
 from offload.transfer.layout import bytes_of
+from tests.property.edges import devices
 
 NUMBERS = 1024  # of one saved tensor, float32
 NBYTES = 4 * NUMBERS
@@ -108,8 +109,8 @@ class Layer:
 @pytest.mark.parametrize("one_graph", [True, False], ids=["one graph", "a graph each"])
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_replays_carry_the_bytes_of_their_own_forward(executor: ExecutorName, one_graph: bool) -> None:
-    for seed in range(10 if executor == "random" else 1):
-        layer = Layer(SimDevice(executor=executor, seed=seed))
+    for device in devices(executor, 10):
+        layer = Layer(device)
         region, graphs = layer.capture(one_graph=one_graph)
         layer.check_replays(graphs)
         assert region.spill_bytes == region.restore_bytes == region.host_bytes == 3 * NBYTES
@@ -167,8 +168,8 @@ def busy(layer: Layer) -> tuple[Handle, Handle]:
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_work_of_before_a_capture_has_passed_when_it_begins(executor: ExecutorName) -> None:
     """Host memory is just what all of it needs, so that the capture reuses what was given back."""
-    for seed in range(10 if executor == "random" else 1):
-        layer = Layer(SimDevice(executor=executor, seed=seed), host_bytes=5 * NBYTES, reserve=5 * NBYTES)
+    for device in devices(executor, 10):
+        layer = Layer(device, host_bytes=5 * NBYTES, reserve=5 * NBYTES)
         leaving, fetched = busy(layer)
         region, graphs = layer.capture(one_graph=False)
         assert region.kept_bytes == 0
@@ -225,8 +226,8 @@ def test_graphs_replayed_on_lanes_that_nothing_orders_have_a_hazard() -> None:
 def test_eager_traffic_between_replays_never_touches_a_regions_blocks(executor: ExecutorName) -> None:
     """Host memory has room for the region and one tensor more, so every eager spill reuses what is not the
     region's."""
-    for seed in range(10 if executor == "random" else 1):
-        layer = Layer(SimDevice(executor=executor, seed=seed), host_bytes=4 * NBYTES, reserve=4 * NBYTES)
+    for device in devices(executor, 10):
+        layer = Layer(device, host_bytes=4 * NBYTES, reserve=4 * NBYTES)
         _, (forward, backward) = layer.capture(one_graph=False)
         for value in (1.0, 2.0, 3.0, 4.0):
             layer.x.fill_(value)

@@ -22,6 +22,7 @@ from offload.ids import ChunkId, GroupId
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.handles import Handle
 from tests.property.disk_steps import SteppedWorker, step_disk
+from tests.property.edges import noted_titles
 from tests.property.test_edges import NUMBERS, Desk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -250,9 +251,7 @@ def test_every_edge_in_the_code_has_a_note_and_every_note_has_its_program() -> N
     texts = [path.read_text() for path in SOURCES]
     calls = r'\.(?:wait|passed|synchronize)\([^()"]*"(\w+)"\)'
     used = {title for text in texts for title in re.findall(calls, text)}
-    noted = [title for text in texts for title in re.findall(r"^# \[Order: (.+)\]$", text, re.MULTILINE)]
-    assert sorted(noted) == sorted(set(noted)), "two notes of one title"
-    assert set(noted) == used == {title for title, _, _ in EDGES.values()}
+    assert noted_titles(texts) == used == {title for title, _, _ in EDGES.values()}
 
 
 def test_a_tensor_is_as_large_as_the_page_of_these_programs() -> None:

@@ -10,10 +10,7 @@ for one copy to the event that the next copy waits for. Those scenarios say so.
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -27,6 +24,7 @@ from offload.ids import ChunkId, GroupId
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.handles import Handle
 from offload.transfer.admission import Priority
+from tests.property.edges import Edge, devices, edge_titles
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTES = ROOT / "offload" / "transfer"
@@ -169,43 +167,25 @@ def join(device: SimDevice) -> None:
     assert region.replays == 4
 
 
-@dataclass(frozen=True)
-class Edge:
-    """One note. hazard, first, second: what the error says without the edge, the operation that came first
-    and the one too early."""
-
-    run: Callable[[SimDevice], None]
-    hazard: str
-    first: str
-    second: str
-    executor: ExecutorName = "late"
-
-
 COPY = r"copy of 4,096 bytes \(operation \d+ of {}\)"
+USE = r"{} of 4,096 bytes \(operation \d+ of {}\)"
 EDGES = {
-    "spill": Edge(
-        spill, "RAW", r"note_write of 4,096 bytes \(operation \d+ of compute\)", COPY.format("d2h")
-    ),
-    "reuse": Edge(reuse, "WAR", COPY.format("h2d"), COPY.format("d2h"), "clock"),
-    "settle": Edge(settle, "allocator reuse", COPY.format("d2h"), "compute frees them"),
-    "allocate": Edge(
-        allocate, "allocator reuse", r"empty of 4,096 bytes \(operation \d+ of compute\)", COPY.format("h2d")
-    ),
-    "restore": Edge(restore, "RAW", COPY.format("d2h"), COPY.format("h2d")),
-    "read": Edge(read, "RAW", COPY.format("h2d"), r"note_read of 4,096 bytes \(operation \d+ of compute\)"),
+    "spill": Edge(spill, "RAW", (USE.format("note_write", "compute"), COPY.format("d2h"))),
+    "reuse": Edge(reuse, "WAR", (COPY.format("h2d"), COPY.format("d2h")), "clock"),
+    "settle": Edge(settle, "allocator reuse", (COPY.format("d2h"), "compute frees them")),
+    "allocate": Edge(allocate, "allocator reuse", (USE.format("empty", "compute"), COPY.format("h2d"))),
+    "restore": Edge(restore, "RAW", (COPY.format("d2h"), COPY.format("h2d"))),
+    "read": Edge(read, "RAW", (COPY.format("h2d"), USE.format("note_read", "compute"))),
     "abandon": Edge(
-        abandon, "allocator reuse", COPY.format("h2d"), "work issued to compute may get them next"
+        abandon, "allocator reuse", (COPY.format("h2d"), "work issued to compute may get them next")
     ),
-    "read elsewhere": Edge(
-        read_elsewhere, "RAW", COPY.format("h2d"), r"note_read of 4,096 bytes \(operation \d+ of side\)"
-    ),
+    "read elsewhere": Edge(read_elsewhere, "RAW", (COPY.format("h2d"), USE.format("note_read", "side"))),
     "return": Edge(
         read_elsewhere,
         "allocator reuse",
-        r"note_read of 4,096 bytes \(operation \d+ of side\)",
-        "work issued to compute may get them next",
+        (USE.format("note_read", "side"), "work issued to compute may get them next"),
     ),
-    "join": Edge(join, "allocator reuse", COPY.format("d2h"), "compute frees them"),
+    "join": Edge(join, "allocator reuse", (COPY.format("d2h"), "compute frees them")),
 }
 TITLES = tuple(EDGES)
 
@@ -216,8 +196,7 @@ TITLES = tuple(EDGES)
 def test_with_all_its_edges_a_program_has_no_hazard_and_reads_what_it_saved(
     title: str, executor: ExecutorName
 ) -> None:
-    for seed in range(20 if executor == "random" else 1):
-        device = SimDevice(executor=executor, seed=seed)
+    for device in devices(executor, 20):
         EDGES[title].run(device)
         assert device.waits[title] > 0 or executor != EDGES[title].executor, (
             "the scenario does not use its edge"
@@ -227,56 +206,21 @@ def test_with_all_its_edges_a_program_has_no_hazard_and_reads_what_it_saved(
 @pytest.mark.parametrize("title", TITLES)
 @pytest.mark.xfail(strict=True, raises=HazardError, reason="the edge is left out")
 def test_without_its_edge_the_same_program_has_a_hazard(title: str) -> None:
-    EDGES[title].run(SimDevice(executor=EDGES[title].executor, without={title}))
+    EDGES[title].run_without(title)
 
 
 @pytest.mark.parametrize("title", TITLES)
 def test_the_hazard_names_both_sides_and_the_edge(title: str) -> None:
     edge = EDGES[title]
-    with pytest.raises(HazardError) as caught:
-        edge.run(SimDevice(executor=edge.executor, without={title}))
-    message = str(caught.value)
+    message = edge.message_without(title)
     assert message.startswith(f"{edge.hazard} hazard on bytes [0, {NBYTES:,}) of a ")
-    assert re.search(edge.first, message), message
-    assert re.search(edge.second, message), message
-    assert f"'{title}'" in message.split("edges left out of ", 1)[1], message
+    assert all(re.search(side, message) for side in edge.sides), message
 
 
 # -- the titles are one set ----------------------------------------------------------------------------------
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-
-
-def edge_titles(sources: list[str]) -> set[str]:
-    """The constants given as an edge's title: to `wait(lane, event, title)`, and to functions that pass a
-    parameter of theirs on to it."""
-    passing = {"wait"}
-    trees = [ast.parse(source) for source in sources]
-    titles: set[str] = set()
-    while True:
-        found = set(passing)
-        for function in (function for tree in trees for function in functions(tree)):
-            parameters = {argument.arg for argument in function.args.args}
-            for call in (
-                node
-                for node in ast.walk(function)
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-            ):
-                if call.func.attr not in passing or not call.args:  # type: ignore[attr-defined]
-                    continue
-                title = call.args[-1]
-                if isinstance(title, ast.Constant) and isinstance(title.value, str):
-                    titles.add(title.value)
-                elif isinstance(title, ast.Name) and title.id in parameters and len(call.args) > 1:
-                    found.add(function.name)
-        if found == passing:
-            return titles
-        passing = found
-
-
-def noted_titles(source: str) -> list[str]:
+def titles_proved_here(source: str) -> list[str]:
     """Of the notes whose proof is a scenario of this file, which it names by the note's title.
     test_captures.py has others."""
     found = re.findall(
@@ -304,7 +248,7 @@ def test_every_edge_in_the_code_has_a_note_and_every_note_has_its_scenario() -> 
     others = {"optim", "disk", "weights", "park"}
     paths = [path for path in sorted((ROOT / "offload").rglob("*.py")) if path.parent.name not in others]
     used = edge_titles([path.read_text() for path in paths])
-    noted = [title for path in sorted(NOTES.glob("*.py")) for title in noted_titles(path.read_text())]
+    noted = [title for path in sorted(NOTES.glob("*.py")) for title in titles_proved_here(path.read_text())]
     assert sorted(noted) == sorted(set(noted)), "two notes of one title"
     for_time_alone = {"let pass"}  # tests/unit/transfer/test_copier.py
     assert {*noted, *for_time_alone} == used == {*EDGES, *for_time_alone}

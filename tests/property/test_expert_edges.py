@@ -24,6 +24,7 @@ from offload.engine import OffloadEngine
 from offload.errors import HazardError
 from offload.groups.manager import GroupsManager
 from tests.inside import by_expert, leave_out, share_with_experts, streaming_of, streams_from, window_of
+from tests.property.edges import devices
 
 WIDTH, HIDDEN = 16, 8
 
@@ -78,8 +79,7 @@ class Net(nn.Module):
 def run(model: nn.Module, routing: list[list[int]], x: Tensor) -> Tensor:
     for layer, counts in zip(model.layers, routing, strict=True):  # type: ignore[arg-type]
         layer.counts = counts
-    y: Tensor = model(x)
-    return y
+    return model(x)
 
 
 def step(models: tuple[nn.Module, nn.Module], routing: list[list[int]], seed: int) -> None:
@@ -220,8 +220,8 @@ PROGRAMS = changing, written, on_other_lanes, given_back_on_the_way, written_by_
 def test_with_all_edges_steps_have_the_bits_of_resident_experts(
     program: Callable[[SimDevice, str | None], None], executor: ExecutorName
 ) -> None:
-    for seed in range(4 if executor == "random" else 1):
-        program(SimDevice(executor=executor, seed=seed), None)
+    for device in devices(executor, 4):
+        program(device, None)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # what dies after the hazard

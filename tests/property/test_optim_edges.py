@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,7 +23,7 @@ from offload.errors import HazardError, OffloadError
 from offload.groups.manager import GroupsManager
 from offload.optim import FSDPGPUOptimizerWrapper, HybridDeviceOptimizer
 from tests.inside import streams_from
-from tests.property.test_edges import edge_titles
+from tests.property.edges import Edge, devices, edge_titles, noted_titles
 from tests.unit.optim.rig import WIDTH, assert_same_bits, backward, net, weights
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,16 +137,6 @@ def streamed(device: SimDevice, weights: str = "host", *, looks: bool = False) -
     assert_same_bits(*([p.detach() for p in model.parameters()] for model in models))
 
 
-@dataclass(frozen=True)
-class Edge:
-    """One note. hazard: its kind, as the error says it without the edge; sides: the two lanes it names."""
-
-    run: Callable[[SimDevice], None]
-    hazard: str
-    sides: tuple[str, str]
-    executor: ExecutorName = "late"
-
-
 EDGES = {
     "gradients out": Edge(plain(1.0), "RAW", ("d2h", "compute")),
     "weights back": Edge(plain(1.0), "RAW", ("compute", "h2d")),
@@ -170,8 +159,7 @@ TITLES = tuple(EDGES)
 def test_with_all_its_edges_a_step_has_no_hazard_and_the_bits_of_torchs(
     title: str, executor: ExecutorName
 ) -> None:
-    for seed in range(5 if executor == "random" else 1):
-        device = SimDevice(executor=executor, seed=seed)
+    for device in devices(executor):
         EDGES[title].run(device)
         assert device.waits[title] > 0 or executor != EDGES[title].executor, (
             "the scenario does not use its edge"
@@ -181,19 +169,14 @@ def test_with_all_its_edges_a_step_has_no_hazard_and_the_bits_of_torchs(
 @pytest.mark.parametrize("title", TITLES)
 @pytest.mark.xfail(strict=True, raises=HazardError, reason="the edge is left out")
 def test_without_its_edge_the_same_step_has_a_hazard(title: str) -> None:
-    EDGES[title].run(SimDevice(executor=EDGES[title].executor, without={title}))
+    EDGES[title].run_without(title)
 
 
 @pytest.mark.parametrize("title", TITLES)
 def test_the_hazard_names_both_sides_and_the_edge(title: str) -> None:
-    edge = EDGES[title]
-    with pytest.raises(HazardError) as caught:
-        edge.run(SimDevice(executor=edge.executor, without={title}))
-    message = str(caught.value)
-    later, earlier = edge.sides
-    assert message.startswith(f"{edge.hazard} hazard on bytes ")
+    later, earlier = EDGES[title].sides
+    message = EDGES[title].message_without(title)
     assert re.search(rf"of {later}\).*of {earlier}\)", message), message
-    assert f"'{title}'" in message.split("edges left out of ", 1)[1], message
 
 
 def test_weights_that_stay_are_not_stepped_while_they_go_out() -> None:
@@ -233,6 +216,5 @@ def test_state_that_stays_on_the_device_is_read_on_the_host_whole(executor: Exec
 
 def test_every_edge_in_the_code_has_a_note_and_every_note_has_its_scenario() -> None:
     texts = [path.read_text() for path in SOURCES]
-    noted = [title for text in texts for title in re.findall(r"^ *# \[Order: (.+)\]$", text, re.MULTILINE)]
-    assert sorted(noted) == sorted(set(noted)), "two notes of one title"
-    assert set(noted) == edge_titles(texts) == set(EDGES)
+    noted = noted_titles(texts)
+    assert noted == edge_titles(texts) == set(EDGES)

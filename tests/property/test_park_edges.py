@@ -6,7 +6,6 @@ One invariant, as in test_edges.py: titles in the notes, in the code and here ar
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import get_args
 from unittest.mock import patch
@@ -17,7 +16,7 @@ import offload
 from offload.device.sim import ExecutorName, SimDevice
 from offload.engine import OffloadEngine
 from offload.errors import HazardError
-from tests.property.test_edges import edge_titles
+from tests.property.edges import devices, edge_titles, noted_titles
 from tests.unit.park.states import in_training, same, state_of, train
 
 SOURCES = sorted((Path(__file__).resolve().parents[2] / "offload" / "park").glob("*.py"))
@@ -50,8 +49,7 @@ def cycles(device: SimDevice) -> None:
 
 @pytest.mark.parametrize("executor", get_args(ExecutorName))
 def test_with_all_its_edges_a_loop_has_no_hazard_and_its_own_bits(executor: ExecutorName) -> None:
-    for seed in range(5 if executor == "random" else 1):
-        device = SimDevice(executor=executor, seed=seed)
+    for device in devices(executor):
         cycles(device)
         assert all(device.waits[title] for title in EDGES)
 
@@ -82,6 +80,4 @@ def test_bytes_that_are_freed_before_the_host_has_waited_are_a_hazard() -> None:
 
 def test_every_edge_in_the_code_has_a_note_and_every_note_has_its_scenario() -> None:
     texts = [path.read_text() for path in SOURCES]
-    noted = [title for text in texts for title in re.findall(r"^ *# \[Order: (.+)\]$", text, re.MULTILINE)]
-    assert sorted(noted) == sorted(EDGES)
-    assert set(noted) == edge_titles(texts)
+    assert noted_titles(texts) == set(EDGES) == edge_titles(texts)

@@ -7,10 +7,8 @@ One invariant, as in test_edges.py: titles in the notes, in the code and here ar
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -29,7 +27,7 @@ from offload.optim import HybridDeviceOptimizer
 from offload.transfer.admission import Priority
 from offload.weights.stream import WeightStream
 from tests.inside import streaming_of, streams_from
-from tests.property.test_edges import edge_titles
+from tests.property.edges import Edge, devices, edge_titles, noted_titles
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = ("gradients.py", "experts.py", "window.py")
@@ -237,16 +235,6 @@ def stepped_and_read(device: SimDevice) -> None:
         device.wait(device.compute, device.record(side), "test")
 
 
-@dataclass(frozen=True)
-class Edge:
-    """One note. hazard: its kind, as the error says it without the edge; sides: the two lanes it names."""
-
-    run: Callable[[SimDevice], None]
-    hazard: str
-    sides: tuple[str, str]
-    executor: ExecutorName = "late"
-
-
 EDGES = {
     "weights room": Edge(trained, "allocator reuse", ("h2d", "compute")),
     "weights here": Edge(trained, "RAW", ("compute", "h2d")),
@@ -278,8 +266,7 @@ CASES = [*EDGES.items(), *INT8.items(), *STEPPED.items()]
 def test_with_all_its_edges_a_loop_has_no_hazard_and_the_bits_of_torchs(
     run: Callable[[SimDevice], None], executor: ExecutorName
 ) -> None:
-    for seed in range(5 if executor == "random" else 1):
-        device = SimDevice(executor=executor, seed=seed)
+    for device in devices(executor):
         run(device)
         used = {title for title in TITLES if device.waits[title]}
         other = "weights here" if run is int8_trained else "weights int8"  # expands on the lane that uses
@@ -292,8 +279,7 @@ def test_with_all_its_edges_a_loop_has_no_hazard_and_the_bits_of_torchs(
 def test_with_all_its_edges_a_step_of_them_has_no_hazard_and_the_bits_of_torchs(
     run: Callable[[SimDevice], None], executor: ExecutorName
 ) -> None:
-    for seed in range(5 if executor == "random" else 1):
-        device = SimDevice(executor=executor, seed=seed)
+    for device in devices(executor):
         run(device)
         assert device.waits["weights stepped"] > 0 or run is not stepped
         assert device.waits["weights again"] > 0 or run is not stepped_and_read
@@ -302,24 +288,18 @@ def test_with_all_its_edges_a_step_of_them_has_no_hazard_and_the_bits_of_torchs(
 @pytest.mark.parametrize(("title", "edge"), CASES)
 @pytest.mark.xfail(strict=True, raises=HazardError, reason="the edge is left out")
 def test_without_its_edge_the_same_loop_has_a_hazard(title: str, edge: Edge) -> None:
-    edge.run(SimDevice(executor=edge.executor, without={title}))
+    edge.run_without(title)
 
 
 @pytest.mark.parametrize(("title", "edge"), CASES)
 def test_the_hazard_names_both_sides_and_the_edge(title: str, edge: Edge) -> None:
-    with pytest.raises(HazardError) as caught:
-        edge.run(SimDevice(executor=edge.executor, without={title}))
-    message = str(caught.value)
-    assert message.startswith(f"{edge.hazard} hazard on bytes "), message
-    for side in edge.sides:
-        assert side in message, message
-    assert f"'{title}'" in message.split("edges left out of ", 1)[1], message
+    message = edge.message_without(title)
+    assert all(side in message for side in edge.sides), message
 
 
 def test_every_edge_in_the_code_has_a_note_and_every_note_has_its_scenario() -> None:
     texts = [path.read_text() for path in SOURCES]
-    noted = [title for text in texts for title in re.findall(r"^ *# \[Order: (.+)\]$", text, re.MULTILINE)]
-    assert sorted(noted) == sorted(set(noted)), "two notes of one title"
-    assert set(noted) == edge_titles(texts)
+    noted = noted_titles(texts)
+    assert noted == edge_titles(texts)
     # those of experts have scenarios of their own (test_expert_edges.py)
     assert {title for title in noted if not title.startswith("experts ")} == set(EDGES)
