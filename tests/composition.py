@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload import OffloadConfig, PipelineOffloadManager, configure, group_commit, group_start, offload_hooks
 from parallel.transformer import Block, TransformerConfig, TransformerStage, build_stage_module
+from tests.loops import local
 
 __all__ = ["ALONE", "CASES", "Case", "Compared", "check", "check_tables", "compared", "run_alone"]
 
@@ -173,7 +174,7 @@ def _train(
                 _microbatch(case, model, _input(case, mesh, step, microbatch, device), manager, microbatch)
             for name, parameter in model.named_parameters():
                 assert parameter.grad is not None, name
-                gradients[f"{step}.{name}"] = _local(parameter.grad).clone()
+                gradients[f"{step}.{name}"] = local(parameter.grad).clone()
                 with torch.no_grad():
                     parameter.sub_(parameter.grad, alpha=0.01)
                 parameter.grad = None
@@ -343,7 +344,7 @@ def _watched(manager: PipelineOffloadManager, model: nn.Module, seen: Compared) 
             for tensor in [*shard.all_gather_outputs, getattr(shard, "_unsharded_param", None)]
         ]
         tensors = [*model.parameters(), *(tensor for tensor in gathered if tensor is not None)]
-        return {_local(tensor).untyped_storage()._cdata for tensor in tensors}
+        return {local(tensor).untyped_storage()._cdata for tensor in tensors}
 
     def watched_save(tensor: Tensor, *rest: Any) -> Any:
         known = storages()
@@ -362,7 +363,3 @@ def _watched(manager: PipelineOffloadManager, model: nn.Module, seen: Compared) 
         yield
     finally:
         store.save, hooks.pack = save, pack  # type: ignore[method-assign]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

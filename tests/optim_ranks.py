@@ -34,6 +34,7 @@ from offload import OffloadEngine
 from offload.device.sim import SimDevice
 from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
+from tests.loops import local
 
 __all__ = [
     "RECIPE",
@@ -260,7 +261,7 @@ def _train(
             seen.places = {
                 name: optimizer.place_of(parameter).value for name, parameter in model.named_parameters()
             }
-            seen.sizes = {name: _local(parameter).numel() for name, parameter in model.named_parameters()}
+            seen.sizes = {name: local(parameter).numel() for name, parameter in model.named_parameters()}
         scaler = (
             torch.amp.GradScaler(device.type, init_scale=256.0, growth_interval=2) if case.scaler else None
         )
@@ -322,10 +323,6 @@ def _clipped(case: Case, model: nn.Module, optimizer: Optimizer) -> Tensor | Non
         ):
             parameter.grad = parameter.grad.redistribute(parameter.device_mesh, parameter.placements)
     return nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import offload
 from offload import OffloadConfig, marks
 from parallel.transformer import TransformerConfig, TransformerStage
 from tests.gpu.workbench import DEVICE
+from tests.loops import trained
 
 pytestmark = pytest.mark.gpu
 
@@ -55,14 +56,12 @@ def train(model: nn.Module, x: Tensor, steps: int = 4) -> list[Tensor]:
     """Gradients of each step, and the weights at the end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     torch.manual_seed(1)
-    seen: list[Tensor] = []
-    for _ in range(steps):
+
+    def backward(step: int) -> None:
         for _ in range(2):
             model(x).float().square().mean().backward()
-        seen += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*seen, *(parameter.detach().clone() for parameter in model.parameters())]
+
+    return trained(model, optimizer, steps, backward)
 
 
 @pytest.mark.usefixtures("deterministic")

@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from tests.integration.test_apply_experts import equal, other_logits_in_a_recompute
+from tests.loops import trained
 
 pytestmark = pytest.mark.gpu
 
@@ -52,15 +53,13 @@ def build(name: str, **sizes: Any) -> Any:
 def train(model: Any, steps: int = 3) -> list[Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     torch.manual_seed(1)
-    seen: list[Tensor] = []
-    for _ in range(steps):
+
+    def backward(step: int) -> None:
         for length in (1024, 640):
             tokens = torch.randint(0, 512, (2, 2, length), device=DEVICE)
             model(input_ids=tokens[0], labels=tokens[1]).loss.backward()
-        seen += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*seen, *(parameter.detach().clone() for parameter in model.parameters())]
+
+    return trained(model, optimizer, steps, backward)
 
 
 def mixture() -> tuple[Any, list[int]]:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +19,7 @@ import offload
 from offload import OffloadConfig, PipelineOffloadManager, configure
 from offload.pipelining import OffloadPipelineStage
 from parallel.schedules import build_schedule, schedule_named, stages_of
+from tests.loops import trained
 
 WIDTH, ROWS, BLOCKS = 16, 12, 3
 INNER = 2 * WIDTH
@@ -106,44 +106,40 @@ SPREADS: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
 }
 
 
-def _build(device: str) -> Model:
+def build(device: str = "cpu") -> Model:
     torch.manual_seed(3)
     return Model().to(device)
 
 
-def _train(model: nn.Module, seed: int, device: str) -> list[Tensor]:
+def train(
+    model: nn.Module, seed: int, device: str = "cpu", *, steps: int = STEPS, keeps: bool = True
+) -> list[Tensor]:
     """Gradients of each step and the last weights, as far as this rank has them. seed: of its data."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # some are DTensors, some are not
-    seen: list[Tensor] = []
-    for step in range(STEPS):
+
+    def backward(step: int) -> None:
         for microbatch in range(MICROBATCHES):
             generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + seed)
             x = torch.randn(ROWS, WIDTH, generator=generator).to(device)
             model(x).square().mean().backward()
-        seen += [_local(parameter.grad) for parameter in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*seen, *(_local(parameter.detach()) for parameter in model.parameters())]
 
-
-def _local(tensor: Any) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+    return trained(model, optimizer, steps, backward, keeps=keeps)
 
 
 def spread_over(spread: str, rank: int, mesh: DeviceMesh, modes: Sequence[Any] = MODES) -> dict[str, Any]:
     """By mode, applied before the model is spread and after, on the mesh's kind of device."""
     device = mesh.device_type
     seed = 0 if spread == TENSOR_PARALLEL else rank  # whose ranks work on one batch
-    plain = _train(SPREADS[spread](_build(device), mesh), seed, device)
+    plain = train(SPREADS[spread](build(device), mesh), seed, device)
     found: dict[str, Any] = {}
     for mode in modes:
         for after in (False, True):
             with new_manager(device) as manager:
-                model: nn.Module = _build(device)
+                model: nn.Module = build(device)
                 handles = [] if after else [offload.apply(model, mode, min_numel=1)]
                 model = SPREADS[spread](model, mesh)
                 handles += [offload.apply(model, mode, min_numel=1)] if after else []
-                ours = _train(model, seed, device)
+                ours = train(model, seed, device)
                 found[f"{mode} {'after' if after else 'before'}"] = {
                     "bitwise": same(ours, plain),
                     "steps": manager.engine.step,

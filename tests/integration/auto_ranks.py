@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.nn.functional import all_reduce
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import offload
@@ -27,15 +27,14 @@ from offload.policy.menu import Block
 from offload.policy.mixture import MixedPlan
 from offload.policy.rule import Rule, peak_bytes
 from tests.integration.apply_ranks import (
-    MICROBATCHES,
-    ROWS,
     SCHEDULES,
     SPREADS,
     TENSOR_PARALLEL,
     WIDTH,
-    Model,
     Pipeline,
+    build,
     same,
+    train,
     train_pipeline,
 )
 from tests.ticks import counted_time
@@ -134,38 +133,13 @@ def forced(rank: int, *, alone: bool = False) -> Iterator[list[Any]]:
         auto_plan.choose_mixture, block_calls.peers_of = original  # type: ignore[attr-defined]
 
 
-def _build() -> Model:
-    torch.manual_seed(3)
-    return Model()
-
-
-def _local(tensor: Any) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
-
-
-def _train(model: nn.Module, seed: int, *, keeps: bool = True) -> list[Tensor]:
-    """Gradients of each step, if they are to be kept, and the last weights, as far as this rank has them.
-    seed: of its data."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen: list[Tensor] = []
-    for step in range(STEPS):
-        for microbatch in range(MICROBATCHES):
-            generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + seed)
-            model(torch.randn(ROWS, WIDTH, generator=generator)).square().mean().backward()
-        if keeps:
-            seen += [_local(parameter.grad) for parameter in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*seen, *(_local(parameter.detach()) for parameter in model.parameters())]
-
-
 def _spread(spread: str, rank: int, mesh: DeviceMesh, *, alone: bool = False) -> dict[str, Any]:
     seed = 0 if spread in COMMUNICATING else rank  # whose ranks work on one batch
-    plain = _train(SPREAD[spread](_build(), mesh), seed)
+    plain = train(SPREAD[spread](build(), mesh), seed, steps=STEPS)
     with new_manager(), forced(rank, alone=alone) as chosen:
-        model = SPREAD[spread](_build(), mesh)
+        model = SPREAD[spread](build(), mesh)
         handle = offload.apply(model, "auto", min_numel=1, device_total=f"{1_000_000 - rank}B")
-        ours = _train(model, seed)
+        ours = train(model, seed, steps=STEPS)
         plan = handle.explain().plan
         # a model's chunks are numbered after those of models that are alive, and when a dropped one is
         # collected differs by rank
@@ -188,10 +162,10 @@ def _by_rule(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         manager.engine.rates = SLOW_LINK
         try:
             with counting(device, manager.engine.at_work):
-                model = SPREAD[TENSOR_PARALLEL](_build(), mesh)
+                model = SPREAD[TENSOR_PARALLEL](build(), mesh)
                 handle = offload.apply(model, "auto", min_numel=1, device_total=f"{total_bytes}B")
                 assert handle._auto is not None
-                weights = _train(model, 0, keeps=False)
+                weights = train(model, 0, steps=STEPS, keeps=False)
                 ladder = handle._auto.ladder
                 assert ladder is not None
                 handle.remove()

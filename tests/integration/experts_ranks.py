@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from offload.compat import torchtitan
 from tests.integration.apply_ranks import new_manager, same
 from tests.integration.test_apply_experts import build, other_logits_in_a_recompute
+from tests.loops import trained
 
 STEPS = 3
 KEYS = {
@@ -49,19 +49,13 @@ def _train(model: nn.Module, rank: int) -> list[Tensor]:
     """Gradients of each step and the last weights, as far as this rank has them."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(rank)
-    seen: list[Tensor] = []
-    for _ in range(STEPS):
+
+    def backward(step: int) -> None:
         for length in (9, 6):
             tokens = torch.randint(0, 61, (2, 1, length), generator=generator)
             model(input_ids=tokens[0], labels=tokens[1]).loss.backward()
-        seen += [_local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*seen, *(_local(parameter.detach()) for parameter in model.parameters())]
 
-
-def _local(tensor: Any) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+    return trained(model, optimizer, STEPS, backward)
 
 
 def _built() -> tuple[Any, list[int]]:

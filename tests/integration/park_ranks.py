@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,6 +25,7 @@ from offload.device.sim import SimDevice
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.memory.ledger import SharedHostBudget
+from tests.loops import local
 from tests.unit.park.states import WIDTH
 
 LIMIT_BYTES = 40 << 20
@@ -40,10 +41,6 @@ def step(model: nn.Module, optimizer: Optimizer, at: int) -> None:
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(at + 10 * dist.get_rank()))
     model(x).square().mean().backward()
     optimizer.step()
-
-
-def local(tensor: Any) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def main(rank: int, world: int, folder: str) -> None:

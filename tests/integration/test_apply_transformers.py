@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import offload
 from offload import PipelineOffloadManager
+from tests.loops import trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -83,14 +84,12 @@ def train(model: nn.Module, name: str, steps: int = 2) -> list[Tensor]:
     """Gradients of each step, weights and buffers at the end."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(5)
-    seen: list[Tensor] = []
-    for _ in range(steps):
+
+    def backward(step: int) -> None:
         for _ in range(2):
             model(**batch(name)).loss.backward()
-        seen += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*seen, *(part.detach().clone() for part in (*model.parameters(), *model.buffers()))]
+
+    return trained(model, optimizer, steps, backward)
 
 
 def check(
