@@ -18,6 +18,9 @@ Or by hand, around layers:
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from offload import packages, process, versions
 from offload.apply import Applied as Applied
 from offload.apply import activations, apply, remove
@@ -80,13 +83,27 @@ from offload.plot import plot, tracing
 from offload.policies import Activations, Auto, Fixed, Gradients, Watermark, Weights
 from offload.report import Report as Report
 from offload.report import report
-from offload.spill.backend_cpu import CPUSpillBackend as CPUSpillBackend
-from offload.spill.config import ActivationConfig as ActivationConfig
-from offload.spill.runtime import ActivationRuntime
 from offload.telemetry.records import StepStats
 from offload.telemetry.summary import print_offload_summary_table as print_offload_summary_table
 from offload.transfer.captures import CapturedRegion as CapturedRegion
 from offload.weights.quant_linear import QuantLinear, QuantLinearLoRA
+
+if TYPE_CHECKING:
+    from offload.compat.stagehand.activations import ActivationConfig as ActivationConfig
+    from offload.compat.stagehand.activations import ActivationRuntime
+    from offload.compat.stagehand.activations import CPUSpillBackend as CPUSpillBackend
+else:
+    _OF_COMPAT = {
+        "stagehand.activations": ("ActivationConfig", "ActivationRuntime", "CPUSpillBackend"),
+    }
+    """Names that are imported once they are asked for, by their modules in offload.compat."""
+
+    def __getattr__(name: str) -> object:
+        for module, names in _OF_COMPAT.items():
+            if name in names:
+                return getattr(import_module(f"offload.compat.{module}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __version__ = "0.1.0"
 

@@ -1,4 +1,4 @@
-"""mode="watermark" of `offload.apply`: the model's forwards are managed ones of an `ActivationRuntime`.
+"""mode="watermark" of `offload.apply`: the model's forwards are managed ones of a `WatermarkRuntime`.
 
 One invariant: the models of a process share one runtime, so one pair of marks. What is oldest leaves first,
 whichever model saved it.
@@ -21,15 +21,14 @@ from offload.groups.manager import GroupsManager
 from offload.modules.root import ModelRoot
 from offload.modules.steps import Steps
 from offload.sizes import argument_bytes
-from offload.spill.config import MIB, ActivationConfig
-from offload.spill.hooks import ActivationHookContext
-from offload.spill.runtime import ActivationRuntime
+from offload.watermark.hooks import ActivationHookContext
+from offload.watermark.runtime import WatermarkRuntime
 
 _HIGH_PERCENT = 90  # of a GPU, where no mark is given: the rest is for what operators use for themselves
 _LOW_SHARE = 15 / 16  # of the high mark
 
 
-_shared = weakref.WeakKeyDictionary[OffloadEngine, weakref.ref[ActivationRuntime]]()
+_shared = weakref.WeakKeyDictionary[OffloadEngine, weakref.ref[WatermarkRuntime]]()
 
 
 class Marks(NamedTuple):
@@ -73,17 +72,12 @@ def marks_of(high: float | str | None, low: float | str | None) -> Marks:
     return marks
 
 
-def _runtime(engine: OffloadEngine, marks: Marks) -> ActivationRuntime:
+def _runtime(engine: OffloadEngine, marks: Marks) -> WatermarkRuntime:
     """The one of this engine."""
     found = _shared.get(engine)
     runtime = None if found is None else found()
     if runtime is None:
-        config = ActivationConfig(
-            vram_high_watermark_mb=marks.high / MIB,
-            vram_low_watermark_mb=marks.low / MIB,
-            telemetry_enabled=False,
-        )
-        runtime = ActivationRuntime(config, engine=engine)
+        runtime = WatermarkRuntime.between(engine, marks.high, marks.low)
         _shared[engine] = weakref.ref(runtime)
     return runtime
 
@@ -116,7 +110,7 @@ class WatermarkRoot(ModelRoot):
         self._runtime = _runtime(manager().engine, marks)
 
     @property
-    def runtime(self) -> ActivationRuntime:
+    def runtime(self) -> WatermarkRuntime:
         """Runtime of the process's engine, which `configure` may have replaced."""
         engine = self.manager().engine
         if self._runtime.engine is not engine:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offload import OffloadConfig, OffloadEngine
+from offload.compat.stagehand.activations import ActivationRuntime
 from offload.device.sim import ExecutorName, SimDevice
-from offload.spill.runtime import ActivationRuntime
 from tests.property.layers import NBYTES, same_bits
 from tests.property.programs import Run, Step
 from tests.property.speakers import Plain

@@ -23,7 +23,7 @@ LEVELS: list[set[str]] = [
     {"engine"},
     {"engines"},
     {"compile"},  # what torch.compile must not see: features and marks are wrapped with it
-    {"groups", "checkpoint", "spill", "optim", "weights", "streaming", "quant", "conductor"},
+    {"groups", "checkpoint", "watermark", "optim", "weights", "streaming", "quant", "conductor"},
     {"planner"},  # measures what blocks cost, under checkpoints
     {"modules"},  # hooks on a user's modules, which open groups
     {"auto"},  # mode "auto", which chooses by real steps
@@ -33,7 +33,7 @@ LEVELS: list[set[str]] = [
     {"apply", "load"},
     {"compare"},  # tries what apply does
     {"compat", "pipelining"},  # the sources' spellings, and torch's pipelines: adapters of all the rest
-    {"integrations"},  # of trainers of others, which they import
+    {"integrations", "spill"},  # of trainers of others, which they import; and a former name
     {"the public page"},
     {"commands"},  # the console command: a user like any other
     {"__main__"},
@@ -194,7 +194,7 @@ def test_a_planted_circle_is_found(tmp_path: Path, files: dict[str, str], circle
     [
         ("offload/device/cuda.py", "from offload.memory.arena import HostArena"),
         ("offload/memory/arena.py", "def f():\n    import offload.transfer.engine"),
-        ("offload/groups/chunk.py", "from offload.spill import runtime"),
+        ("offload/groups/chunk.py", "from offload.watermark import runtime"),
         ("offload/groups/manager.py", "from offload.planner.profile import BlockProfile"),
         ("offload/engine.py", "from offload.optim import hybrid"),
         ("offload/policy/search.py", "from offload.ids import ChunkId"),

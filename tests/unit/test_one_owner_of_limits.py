@@ -76,7 +76,7 @@ def other_writers(path: str, source: str) -> list[str]:
                 private = name.startswith("_") or (name == "follow" and path not in CONFIG_WRITERS)
                 found += [ast.unparse(called)] if private else []
             asks = isinstance(called, ast.Attribute) and name in WATCHERS
-            if asks and not _is(called.value, "limits") and not path.startswith("offload/spill/"):
+            if asks and not _is(called.value, "limits") and not path.startswith("offload/watermark/"):
                 found.append(ast.unparse(called))
             if name in {"setattr", "delattr", "__setattr__"} and first is not None and _is(first, "limits"):
                 found.append(ast.unparse(node))

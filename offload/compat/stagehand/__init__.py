@@ -1,8 +1,9 @@
 """Both runtimes of StageHand under its names: weights by the block (here), and activations above a watermark,
-whose parts are those of `offload.spill`. Neither is on the path of `offload.apply`."""
+whose parts are those of activations.py. Neither is on the path of `offload.apply`."""
 
 from __future__ import annotations
 
+from offload.compat.stagehand.activations import *  # noqa: F403 - the parts of the activation runtime
 from offload.compat.stagehand.blocks import BlockEntry as BlockEntry
 from offload.compat.stagehand.blocks import BlockRegistry as BlockRegistry
 from offload.compat.stagehand.blocks import BlockState as BlockState
@@ -18,6 +19,5 @@ from offload.compat.stagehand.telemetry import StepMetrics as StepMetrics
 from offload.errors import DtypeMismatchError as DtypeMismatchError
 from offload.errors import InvalidStateTransitionError as InvalidStateTransitionError
 from offload.errors import OffloadOOMError as OffloadOOMError
-from offload.spill import *  # noqa: F403 - the parts of the activation runtime
 
 StagehandOOMError = OffloadOOMError

@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from offload.compat.stagehand.activations import ActivationRuntime
 from offload.compat.stagehand.blocks import BlockRegistry, BlockState, ResidencyMap
 from offload.compat.stagehand.config import MIB, StagehandConfig
 from offload.compat.stagehand.guards import NumericGuard
@@ -50,11 +51,10 @@ from offload.errors import OffloadError
 from offload.ids import Owner
 from offload.memory.arena import HostArena
 from offload.modules.hooks import CallsUnderWay, HookPair
-from offload.spill.budget import meter_of
-from offload.spill.runtime import ActivationRuntime
 from offload.telemetry.speaker import speaker
 from offload.transfer.admission import Direction
 from offload.transfer.stalls import total_ms
+from offload.watermark.budget import meter_of
 from offload.weights.hooks import BlockCalls
 from offload.weights.stream import WeightStream
 from offload.weights.weight import BlockWeights, Close, Weight

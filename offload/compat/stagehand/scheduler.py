@@ -15,11 +15,11 @@ from offload.compat.stagehand.blocks import BlockState, ResidencyMap
 from offload.compat.stagehand.config import MIB
 from offload.compat.stagehand.telemetry import StepMetrics
 from offload.device import Device
-from offload.spill.budget import ActivationBudgetManager
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.admission import Priority
 from offload.transfer.limits import Cap, Contributor
 from offload.transfer.stalls import Stall
+from offload.watermark.budget import ActivationBudgetManager
 from offload.weights.order import Pass
 from offload.weights.stream import WeightStream
 from offload.weights.weight import BlockWeights

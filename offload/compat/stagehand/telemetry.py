@@ -1,4 +1,4 @@
-"""What the weight runtime did in a step: the fields of its JSON lines, and rolling figures.
+"""What a runtime did in a step: the JSON lines of both, and rolling figures of the one of weights.
 
 One invariant: a line is of one step, and is written once the device has got to that step's end, so no figure
 blocks the host.
@@ -14,6 +14,7 @@ from offload.described import described
 from offload.device import Device, Event
 from offload.telemetry.lines import JsonLines
 from offload.telemetry.speaker import speaker
+from offload.watermark.telemetry import ActivationStepMetrics
 
 logger = speaker(__name__)
 
@@ -119,3 +120,15 @@ class StagehandTelemetry:
             return "stable"
         change = sum(used[half:]) / (len(used) - half) - sum(used[:half]) / half
         return "growing" if change > _TREND_MB else "shrinking" if change < -_TREND_MB else "stable"
+
+
+class ActivationTelemetry:
+    """Appends a line a step. path: of the file, which need not be there yet; None writes none. Raises
+    ValueError for one that cannot be written."""
+
+    def __init__(self, path: str | None) -> None:
+        self._lines = JsonLines(path, off="telemetry_enabled=False")
+
+    def write(self, metrics: ActivationStepMetrics) -> None:
+        """Raises OSError where the file cannot be written."""
+        self._lines.write(asdict(metrics))

@@ -19,7 +19,7 @@ from offload import ActivationOffloadContext, OffloadManager, PipelineOffloadMan
 from offload.device.sim import SimDevice
 from tests.unit.groups.handlers import device_of
 from tests.unit.groups.stack import EXECUTORS, build_manager, installed
-from tests.unit.spill.training import LivingStorages
+from tests.unit.watermark.training import LivingStorages
 
 WIDTH, HIDDEN, ROWS = 16, 32, 24
 F32 = 4

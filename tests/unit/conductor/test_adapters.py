@@ -21,7 +21,7 @@ from offload.conductor import (
 )
 from offload.transfer.admission import DenialReason, Denied, Direction
 from tests.unit.conductor.sources import activations_runtime, knobs, weights_runtime
-from tests.unit.spill.training import batch, blocks, runtime_of
+from tests.unit.watermark.training import batch, blocks, runtime_of
 
 MIB = 1 << 20
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import offload
 from offload import HybridDeviceOptimizer, PipelineOffloadManager
 from offload.modules.watermark import WatermarkRoot, marks_of
-from offload.spill.runtime import ActivationRuntime
+from offload.watermark.runtime import WatermarkRuntime
 from tests.unit.modules.training import CALLS, ROWS, WIDTH, build, equal, plain_of, train
 
 TENSOR = 4 * ROWS * WIDTH
@@ -33,7 +33,7 @@ def _no_runtime_left_behind() -> Iterator[None]:
     gc.collect()
 
 
-def runtime_of(handle: offload.Applied) -> ActivationRuntime:
+def runtime_of(handle: offload.Applied) -> WatermarkRuntime:
     assert isinstance(handle._root, WatermarkRoot)
     return handle._root.runtime
 

@@ -9,9 +9,9 @@ import weakref
 import pytest
 
 from offload import OffloadConfig
+from offload.compat.stagehand.activations import ActivationRuntime
 from offload.engine import OffloadEngine
 from offload.groups.manager import GroupsManager
-from offload.spill.runtime import ActivationRuntime
 from offload.transfer.limits import (
     CONFIG,
     DEFAULT,

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offload import OffloadConfig, OffloadEngine
+from offload.compat.stagehand.activations import ActivationRuntime
 from offload.device.sim import ExecutorName, SimDevice
-from offload.spill.runtime import ActivationRuntime
 from offload.transfer.layout import WeakStorage
 
 EXECUTORS: tuple[ExecutorName, ...] = ("late", "early", "random", "clock")

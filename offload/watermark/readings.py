@@ -8,9 +8,9 @@ may grow meanwhile, and is seen soon.
 from __future__ import annotations
 
 from offload.ids import GroupId
-from offload.spill.budget import ActivationBudgetManager
-from offload.spill.transfer import ActivationTransfer
 from offload.transfer.block import BlockState, DeviceBlock
+from offload.watermark.budget import ActivationBudgetManager
+from offload.watermark.transfer import ActivationTransfer
 
 _SHARE = 8
 """Part of the free bytes below the mark, one in so many, that may be saved before the next reading."""

@@ -13,11 +13,18 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
+from typing import Protocol
 
 from offload.engine import OffloadEngine
 from offload.memory.arena import HostLender
-from offload.spill.registry import ActivationRecord
 from offload.transfer.block import BlockState, DeviceBlock, Transfer
+
+
+class _OfBlock(Protocol):
+    """Record of a saved tensor."""
+
+    @property
+    def block(self) -> DeviceBlock: ...
 
 
 class ActivationTransfer:
@@ -95,7 +102,7 @@ class ActivationTransfer:
                 left += leaving
         return left
 
-    def finalize_all_spills(self, records: Iterable[ActivationRecord]) -> None:
+    def finalize_all_spills(self, records: Iterable[_OfBlock]) -> None:
         """Finalize the spills of these records: their device memory is free when this returns. Blocks the
         host until their copies have ended, if it is `on_host`'s to wait; else compute waits for them."""
         engine = self._engine

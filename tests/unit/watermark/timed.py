@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from offload import OffloadConfig, OffloadEngine
 from offload.device.sim import SimDevice
-from tests.unit.spill.training import ROWS, TENSOR, LivingStorages, blocks, runtime_of, train
+from tests.unit.watermark.training import ROWS, TENSOR, LivingStorages, blocks, runtime_of, train
 
 OPERATOR_S = 1e-3
 COPY_S = 3e-3  # of one tensor: compute makes saved bytes three times as fast as the link carries them

@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 
-from offload.spill.forward import Forward
+from offload.watermark.forward import Forward
 
 
 class ReadOrder:

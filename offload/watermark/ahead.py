@@ -29,15 +29,15 @@ import torch
 from offload.errors import HostBudgetError
 from offload.saved.handles import Handle
 from offload.sizes import bytes_text
-from offload.spill.curve import Curves
-from offload.spill.forward import Forward
-from offload.spill.read_order import ReadOrder
-from offload.spill.readings import Readings
-from offload.spill.scheduler import ActivationScheduler, Parts
-from offload.spill.telemetry import ActivationStepMetrics, SpillDetails
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.block import DeviceBlock
 from offload.transfer.coming import ComingReads, Prefetcher
+from offload.watermark.curve import Curves
+from offload.watermark.forward import Forward
+from offload.watermark.read_order import ReadOrder
+from offload.watermark.readings import Readings
+from offload.watermark.scheduler import ActivationScheduler, Parts
+from offload.watermark.telemetry import ActivationStepMetrics, SpillDetails
 
 logger = speaker(__name__)
 
@@ -47,6 +47,8 @@ _FORWARDS_AHEAD = 16
 
 class ForecastOrder(ActivationScheduler):
     """restore_ahead: False leaves each tensor where it is until it is read."""
+
+    mark_bounds = True
 
     def __init__(self, parts: Parts, *, restore_ahead: bool) -> None:
         super().__init__(parts)

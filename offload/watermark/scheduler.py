@@ -7,45 +7,46 @@ engine's lock.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from offload.engine import OffloadEngine
 from offload.saved.handles import Handle
-from offload.spill.budget import ActivationBudgetManager
-from offload.spill.checkpoint import CheckpointCoordinator
-from offload.spill.forward import Forward
-from offload.spill.registry import ActivationRegistry
-from offload.spill.telemetry import ActivationStepMetrics, SpillDetails
-from offload.spill.transfer import ActivationTransfer
 from offload.transfer.block import BlockState, DeviceBlock, living
+from offload.watermark.budget import ActivationBudgetManager
+from offload.watermark.checkpoint import CheckpointCoordinator
+from offload.watermark.forward import Forward
+from offload.watermark.telemetry import ActivationStepMetrics, SpillDetails
+from offload.watermark.transfer import ActivationTransfer
 
 _RESIDENT = BlockState.RESIDENT
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a scheduler works with."""
+    """What a scheduler works with. note_save: called with each handle, and the device of its tensor."""
 
     engine: OffloadEngine
     budget: ActivationBudgetManager
     transfer: ActivationTransfer
-    registry: ActivationRegistry
-    coordinator: CheckpointCoordinator
+    coordinator: CheckpointCoordinator = field(default_factory=CheckpointCoordinator)
+    note_save: Callable[[Handle, torch.device], object] | None = None
 
 
 class ActivationScheduler:
     """metrics, details: of the step under way. forwards: those of this step, and earlier ones of which
-    something can still be read."""
+    something can still be read. mark_bounds: whether the mark alone bounds what is in flight."""
+
+    mark_bounds = False
 
     def __init__(self, parts: Parts) -> None:
         self.engine = parts.engine
         self.budget = parts.budget
         self.transfer = parts.transfer
-        self.registry = parts.registry
         self.coordinator = parts.coordinator
+        self._note_save = parts.note_save
         self.metrics, self.details = ActivationStepMetrics(), SpillDetails()
         self.forwards: list[Forward] = []
         self.levels: list[int] = []
@@ -110,7 +111,8 @@ class ActivationScheduler:
         forward.note_save(tensor)
         records = len(forward.group.blocks)
         handle = self.engine.store.save(tensor, forward.chunk, forward.group)
-        self.registry.create(handle, tensor.device)
+        if self._note_save is not None:
+            self._note_save(handle, tensor.device)
         self.details.logical_bytes += tensor.nbytes
         is_new = len(forward.group.blocks) > records
         if is_new:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from offload.ids import ForwardId
-from offload.spill.forward import Forward
-from offload.spill.read_order import ReadOrder
-from tests.unit.spill.training import TENSOR, blocks, runtime_of
+from offload.watermark.forward import Forward
+from offload.watermark.read_order import ReadOrder
+from tests.unit.watermark.training import TENSOR, blocks, runtime_of
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -56,7 +56,7 @@ def _calls_of_a_step(count: int, in_order: bool) -> int:
 
     def count_calls(frame: FrameType, event: str, _: Any) -> None:
         nonlocal calls
-        calls += event == "call" and "/offload/spill/" in frame.f_code.co_filename
+        calls += event == "call" and "/offload/watermark/" in frame.f_code.co_filename
 
     model = blocks(2)
     with runtime_of(high=count * TENSOR, low=count * TENSOR // 2) as runtime:

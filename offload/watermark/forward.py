@@ -13,9 +13,9 @@ import torch
 
 from offload.ids import ForwardId, GroupId
 from offload.saved.chunk import SavedChunk, SavedGroup
-from offload.spill.curve import CurveRecorder, Forecast
 from offload.telemetry.records import ClientStats
 from offload.transfer.block import DeviceBlock
+from offload.watermark.curve import CurveRecorder, Forecast
 
 CLIENT = "watermark"
 

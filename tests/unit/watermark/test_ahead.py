@@ -12,8 +12,8 @@ import torch
 from offload import OffloadConfig, OffloadEngine
 from offload.device.sim import SimDevice
 from tests.inside import impose
-from tests.unit.spill.timed import peak_without, timed_steps
-from tests.unit.spill.training import (
+from tests.unit.watermark.timed import peak_without, timed_steps
+from tests.unit.watermark.training import (
     MIB,
     ROWS,
     TENSOR,

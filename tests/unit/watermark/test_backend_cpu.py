@@ -9,11 +9,11 @@ import weakref
 import pytest
 import torch
 
+from offload.compat.stagehand.backend_cpu import CPUSpillBackend
 from offload.device.sim import SimDevice
 from offload.errors import HostBudgetError, PoolError
 from offload.memory.arena import HostArena
 from offload.memory.budget import LocalHostBudget
-from offload.spill.backend_cpu import CPUSpillBackend
 from tests.unit.memory.fakes import FakeDevice, FakeEvent
 
 MIB = 1 << 20

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import torch
 
+from offload.compat.stagehand.registry import ActivationRegistry
 from offload.saved.handles import Handle
-from offload.spill.forward import Forward
-from offload.spill.scheduler import ActivationScheduler, Parts
 from offload.transfer.block import DeviceBlock
+from offload.watermark.forward import Forward
+from offload.watermark.scheduler import ActivationScheduler, Parts
 
 
 class ReactiveOrder(ActivationScheduler):
-    """inline_finalize: a spill past the cap finalizes those in flight; without it, it is kept."""
+    """inline_finalize: a spill past the cap finalizes those in flight; without it, it is kept. registry: of
+    what was saved."""
 
-    def __init__(self, parts: Parts, *, inline_finalize: bool) -> None:
+    def __init__(self, parts: Parts, registry: ActivationRegistry, *, inline_finalize: bool) -> None:
         super().__init__(parts)
+        self.registry = registry
         self._inline_finalize = inline_finalize
         # saved, and maybe still written by the operator that saved them
         self._due: list[tuple[Forward, DeviceBlock]] = []

@@ -5,10 +5,9 @@ One invariant: a line has exactly the fields of `ActivationStepMetrics`, which a
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from offload.described import described
-from offload.telemetry.lines import JsonLines
 
 
 @described
@@ -90,15 +89,3 @@ class SpillDetails:
 
     retries: int = 0
     """Allocations of the engine that failed, for which room was made, after which they were tried again."""
-
-
-class ActivationTelemetry:
-    """Appends a line a step. path: of the file, which need not be there yet; None writes none. Raises
-    ValueError for one that cannot be written."""
-
-    def __init__(self, path: str | None) -> None:
-        self._lines = JsonLines(path, off="telemetry_enabled=False")
-
-    def write(self, metrics: ActivationStepMetrics) -> None:
-        """Raises OSError where the file cannot be written."""
-        self._lines.write(asdict(metrics))

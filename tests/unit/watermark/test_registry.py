@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from offload.compat.stagehand.activations import ActivationRuntime
+from offload.compat.stagehand.registry import ActivationRecord, ActivationState
 from offload.errors import RecordStateError
 from offload.saved.handles import Handle
-from offload.spill.registry import ActivationRecord, ActivationState
-from offload.spill.runtime import ActivationRuntime
-from tests.unit.spill.training import TENSOR, WIDTH, batch, runtime_of
+from tests.unit.watermark.training import TENSOR, WIDTH, batch, runtime_of
 
 State = ActivationState
 

@@ -21,7 +21,7 @@ from offload import ActivationConfig, ActivationRuntime, StaleHandleError, spill
 from offload.client import Client
 from offload.compat import stagehand
 from offload.errors import OffloadError
-from tests.unit.spill.training import (
+from tests.unit.watermark.training import (
     EXECUTORS,
     MIB,
     TENSOR,

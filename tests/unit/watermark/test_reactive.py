@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from offload.compat.stagehand.activations import ActivationRuntime
+from offload.compat.stagehand.registry import ActivationState
 from offload.errors import OffloadError
 from offload.saved.handles import Handle, Passed
-from offload.spill.registry import ActivationState
-from offload.spill.runtime import ActivationRuntime
 from tests.inside import holds_lock
-from tests.unit.spill.training import (
+from tests.unit.watermark.training import (
     EXECUTORS,
     MIB,
     TENSOR,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from offload.spill.budget import ActivationBudgetManager, ReadingsMeter, meter_of
-from tests.unit.spill.training import engine_of
+from offload.watermark.budget import ActivationBudgetManager, ReadingsMeter, meter_of
+from tests.unit.watermark.training import engine_of
 
 
 def played(readings: list[int], high: int, low: int) -> list[bool]:

@@ -17,8 +17,8 @@ from offload.compile.untraced import untraced
 from offload.engine import OffloadEngine
 from offload.saved.handles import Handle
 from offload.saved.hooks import InstalledScope
-from offload.spill.forward import Forward
-from offload.spill.scheduler import ActivationScheduler
+from offload.watermark.forward import Forward
+from offload.watermark.scheduler import ActivationScheduler
 
 
 class ManagedForwards(Protocol):
