@@ -21,32 +21,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from offload import packages, process, versions
+from offload import packages, versions
 from offload.apply import Applied as Applied
 from offload.apply import activations, apply, remove
 from offload.compare import Compared as Compared
 from offload.compare import Comparison as Comparison
 from offload.compare import compare
-
-# the errors one by one and the sources' spellings are importable, and no part of `__all__`
-from offload.compat import autograd, interface
-from offload.compat.gradients import GradientOffloadHook as GradientOffloadHook
-from offload.compat.group import OffloadTensorGroup as OffloadTensorGroup
-from offload.compat.handler import ChunkOffloadHandler as ChunkOffloadHandler
-from offload.compat.hidden_states import hidden_states_offload as hidden_states_offload
-from offload.compat.hidden_states import patch_hidden_states_offload as patch_hidden_states_offload
-from offload.compat.hidden_states import unpatch_hidden_states_offload as unpatch_hidden_states_offload
-from offload.compat.manager import PipelineOffloadManager
-from offload.compat.queue import VirtualPipelineQueue as VirtualPipelineQueue
-from offload.compat.tensor_pool import GPUTensorPool as GPUTensorPool
-from offload.compat.tensor_pool import TensorPool as TensorPool
-from offload.compat.tensors import TensorOffloader as TensorOffloader
-from offload.compat.weights import WeightOffloadHook as WeightOffloadHook
 from offload.conductor.arbiter import Conductor
 from offload.conductor.config import ConductorConfig as ConductorConfig
 from offload.config import OffloadConfig
 from offload.device.numbers import read_numbers
 from offload.engine import OffloadEngine
+
+# the errors one by one are importable, and no part of `__all__`
 from offload.errors import CaptureError as CaptureError
 from offload.errors import GroupOrderError as GroupOrderError
 from offload.errors import HazardError as HazardError
@@ -89,30 +76,33 @@ from offload.transfer.captures import CapturedRegion as CapturedRegion
 from offload.weights.quant_linear import QuantLinear, QuantLinearLoRA
 
 if TYPE_CHECKING:
-    from offload.compat.stagehand.activations import ActivationConfig as ActivationConfig
-    from offload.compat.stagehand.activations import ActivationRuntime
-    from offload.compat.stagehand.activations import CPUSpillBackend as CPUSpillBackend
+    from offload.compat import *  # noqa: F403
+    from offload.compat import ActivationRuntime, PipelineOffloadManager
 else:
+    # fmt: off
     _OF_COMPAT = {
-        "stagehand.activations": ("ActivationConfig", "ActivationRuntime", "CPUSpillBackend"),
+        "ActivationConfig", "ActivationOffloadContext", "ActivationRuntime", "CPUSpillBackend",
+        "ChunkOffloadHandler", "FineGrainedActivationOffloadingInterface",
+        "FineGrainedOffloadingGroupCommitFunction", "FineGrainedOffloadingGroupStartFunction",
+        "GPUTensorPool", "GradientOffloadHook", "OffloadManager", "OffloadTensorGroup",
+        "PipelineOffloadManager", "TensorOffloader", "TensorPool", "VirtualPipelineQueue",
+        "WeightOffloadHook", "hidden_states_offload", "patch_hidden_states_offload",
+        "unpatch_hidden_states_offload",
     }
-    """Names that are imported once they are asked for, by their modules in offload.compat."""
+    # fmt: on
+    """The sources' spellings: importable, and of offload.compat, which is imported with the first of them."""
 
     def __getattr__(name: str) -> object:
-        for module, names in _OF_COMPAT.items():
-            if name in names:
-                return getattr(import_module(f"offload.compat.{module}"), name)
+        if name in _OF_COMPAT:
+            return getattr(import_module("offload.compat"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return [*globals(), *_OF_COMPAT]
 
 
 __version__ = "0.1.0"
 
-OffloadManager = PipelineOffloadManager
-ActivationOffloadContext = interface.ActivationOffloadContext
-FineGrainedActivationOffloadingInterface = interface.FineGrainedActivationOffloadingInterface
-FineGrainedOffloadingGroupStartFunction = autograd.FineGrainedOffloadingGroupStartFunction
-FineGrainedOffloadingGroupCommitFunction = autograd.FineGrainedOffloadingGroupCommitFunction
-process.manager_type = PipelineOffloadManager
 packages.install()
 versions.warn_if_untested()
 

@@ -91,6 +91,7 @@ def fine_grained_offloading_group_start(tensor: torch.Tensor, name: str | None =
     Blocks the host: never.
     """
     apply = FineGrainedOffloadingGroupStartFunction.apply
+    PipelineOffloadManager.OFFLOAD_MGR  # noqa: B018 - chunks have what the Function calls from here on
     handler = marks.chunk_to_start_in(tensor, name)  # type: ignore[arg-type]
     return tensor if handler is None else apply(tensor, handler, name)  # type: ignore[no-untyped-call]
 
@@ -104,7 +105,7 @@ def fine_grained_offloading_group_commit(
 ) -> T:
     """Close the innermost open group called `name`, as `group_commit`; of a tuple or list, the first element
     gets the node. Raises as `group_commit`. Blocks the host: never."""
-    manager, arguments = marks.existing_manager(), (name, forced_released_tensors, delay_offload)
+    manager, arguments = PipelineOffloadManager.OFFLOAD_MGR, (name, forced_released_tensors, delay_offload)
     if manager is None or (handler := manager.active_handler()) is None:
         return marks.group_commit(tensor, *arguments)
     if isinstance(tensor, (tuple, list)):

@@ -15,9 +15,6 @@ from offload.groups.manager import GroupsManager
 from offload.memory.budget import HostBudget, default_host_limit_bytes
 from offload.memory.ledger import SharedHostBudget, shared_by_store
 
-manager_type: type[GroupsManager] = GroupsManager
-"""What is built where there is no manager yet. offload/__init__.py puts compat's subclass here."""
-
 manager: GroupsManager | None = None
 """The process-wide one. Written by `put_manager` alone."""
 
@@ -30,7 +27,7 @@ def existing_manager() -> GroupsManager | None:
 def default_manager() -> GroupsManager:
     """The process-wide manager; built with the default config on first use."""
     if manager is None:
-        put_manager(manager_type())
+        put_manager(GroupsManager())
     assert manager is not None
     return manager
 
@@ -103,7 +100,7 @@ def change_limits(config: OffloadConfig) -> GroupsManager:
 
 
 def _new_manager(engine: OffloadEngine, print_summary: bool, process_group: Any) -> GroupsManager:
-    new = manager_type(engine, print_summary=print_summary, process_group=process_group)
+    new = GroupsManager(engine, print_summary=print_summary, process_group=process_group)
     before = None if manager is None else manager.engine
     if manager is not None:
         new.ledgers.take_over(manager.ledgers)

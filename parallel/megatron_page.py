@@ -90,6 +90,7 @@ def init_chunk_handler(*arguments: Any, **keywords: Any) -> None:
 def _begin_0_16(
     vp_size: int | None = None, vp_stage: int | None = None, min_offloaded_tensor_size: int | None = None
 ) -> None:
+    PipelineOffloadManager.get_instance()  # by Megatron's names from here on
     offload.init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size)
 
 

@@ -32,7 +32,11 @@ class OffloadTensorGroup(Group):
 
     def __init__(self, name: str, use_cpu_pool: bool | None = None, *, device: Device | None = None) -> None:
         super().__init__(name)
-        self.use_cpu_pool = name not in DYNAMIC_SHAPE_GROUPS if use_cpu_pool is None else use_cpu_pool
+        self.begin_names(use_cpu_pool, device)
+
+    def begin_names(self, use_cpu_pool: bool | None, device: Device | None) -> None:
+        """What the sources' names need, beside what every group has."""
+        self.use_cpu_pool = self.name not in DYNAMIC_SHAPE_GROUPS if use_cpu_pool is None else use_cpu_pool
         self._device = device
         self._tensors: dict[object, torch.Tensor] = {}
         self._offload_event: Event | None = None

@@ -8,7 +8,7 @@ invariant: they keep no state of a tensor of their own: what they save are the c
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +18,9 @@ from offload.device import Device, Event, Lane
 from offload.engine import OffloadEngine
 from offload.engines import default_engine
 from offload.errors import GroupOrderError, StaleHandleError
-from offload.groups.chunk import ChunkGroups, Cursor
+from offload.groups.chunk import ChunkGroups
 from offload.groups.group import Group
+from offload.groups.manager import GroupsManager
 from offload.groups.release import checked_tensors, without_output
 from offload.ids import ChunkId, Owner
 from offload.saved.filters import is_plain
@@ -49,28 +50,6 @@ class OffloadState(NamedTuple):
     step: int
 
 
-class Queued(Cursor, Protocol):
-    """A manager with the queue of backwards."""
-
-    cpu_tensor_pool: GPUTensorPool
-
-    @property
-    def is_warmup(self) -> bool: ...
-
-    def pump(self) -> None: ...
-
-    def commit(
-        self,
-        handler: ChunkGroups,
-        group: Group,
-        forced_released_tensors: list[torch.Tensor] | None = None,
-        delay_offload: bool = False,
-        output: torch.Tensor | None = None,
-    ) -> None: ...
-
-    def front_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None: ...
-
-
 class ChunkOffloadHandler(ChunkGroups):
     """Groups of one chunk.
 
@@ -88,19 +67,30 @@ class ChunkOffloadHandler(ChunkGroups):
         *,
         engine: OffloadEngine | None = None,
         chunk_id: ChunkId = ChunkId(0, 0),
-        manager: Queued | None = None,
+        manager: GroupsManager | None = None,
     ) -> None:
         engine = engine if engine is not None else default_engine()
         super().__init__(min_offloaded_tensor_size, engine=engine, chunk_id=chunk_id, manager=manager)
-        # the end of a step takes back the buffers of the manager's pool
-        self._ends_with_step = manager is not None and cpu_tensor_pool is manager.cpu_tensor_pool
+        self.begin_names(cpu_tensor_pool, d2h_stream, h2d_stream, manager)
+
+    def begin_names(
+        self,
+        cpu_tensor_pool: GPUTensorPool | None,
+        d2h_stream: Lane | None,
+        h2d_stream: Lane | None,
+        manager: GroupsManager | None,
+    ) -> None:
+        """What the sources' names need, beside what every chunk has."""
+        engine = self.engine
         if cpu_tensor_pool is None:
             cpu_tensor_pool = GPUTensorPool("cpu", pin_memory=True, arena=engine.arena)
+        # the end of a step takes back the buffers of the manager's pool
+        self._ends_with_step = cpu_tensor_pool is getattr(manager, "cpu_tensor_pool", None)
         cpu_tensor_pool.ask(engine.device)
         self.cpu_tensor_pool = cpu_tensor_pool
         self.d2h_stream: Lane = d2h_stream if d2h_stream is not None else engine.device.d2h
         self.h2d_stream: Lane = h2d_stream if h2d_stream is not None else engine.device.h2d
-        self._copies = engine.copier.of(Owner("by hand", str(chunk_id)))
+        self._copies = engine.copier.of(Owner("by hand", str(self.id)))
         self._queue = manager
         self._tags: dict[TensorTag, Handle | Passed] = {}
         self._pushed: Counter[int] = Counter()
@@ -124,10 +114,6 @@ class ChunkOffloadHandler(ChunkGroups):
     def find_next_group(self, name: str | None = None) -> Group | None:
         """The next group to be started, of that name if one is given."""
         return next((group for group in self.groups[self._index :] if name in (None, group.name)), None)
-
-    def is_empty_chunk(self, name: str | None = None) -> bool:
-        """Whether the chunk has no group, or none of that name."""
-        return not self.groups if name is None else self.find_group_with_name(name) is None
 
     def finish_all_groups(self, name: str | None = None) -> bool:
         """Whether every recorded group has been started, or none of that name remains. Needs a name while
@@ -232,7 +218,7 @@ class ChunkOffloadHandler(ChunkGroups):
         if group is None or not self.do_offload or group.stays:
             return False
         manager = self._queue
-        if manager is None or manager.is_warmup or manager.front_backward_chunk(group.name) is not self:
+        if manager is None or manager.is_warmup or manager._queue.front(group.name) is not self:
             return True
         return self.find_next_group(group.name) is not None
 

@@ -1,25 +1,24 @@
 """The manager under Megatron-core's names: the queue of virtual stages, groups pushed by hand, and the
 process-wide instance.
 
-One invariant: the queue is a hint for the first step, when no schedule was given and no step has been seen;
-whatever it says, the results are the same.
+One invariant: a process has one manager, whoever built it. One that was built without these names gets them
+when it is first asked for by them, and stays the object that it is, in the middle of a step too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 
 from offload import marks
+from offload.compat.group import OffloadTensorGroup
 from offload.compat.handler import ChunkOffloadHandler
-from offload.compat.queue import VirtualPipelineQueue
 from offload.compat.tensor_pool import GPUTensorPool
 from offload.device import Lane
 from offload.engine import OffloadEngine
-from offload.groups.chunk import ChunkGroups
 from offload.groups.manager import GroupsManager
 from offload.groups.release import checked_tensors
 from offload.ids import ChunkId
@@ -28,13 +27,16 @@ from offload.saved.hooks import InstalledScope
 from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.summary import print_offload_summary_table
 
+T = TypeVar("T")
+
 
 class _ProcessWide(type):
     """`OFFLOAD_MGR` of the class is the manager that the marks ask for."""
 
     @property
     def OFFLOAD_MGR(cls) -> PipelineOffloadManager | None:  # noqa: N802 - S2's name
-        return cast("PipelineOffloadManager | None", marks.existing_manager())
+        manager = marks.existing_manager()
+        return None if manager is None else _adopted(manager)
 
     @OFFLOAD_MGR.setter
     def OFFLOAD_MGR(cls, manager: PipelineOffloadManager | None) -> None:  # noqa: N802
@@ -48,8 +50,11 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
         self, engine: OffloadEngine | None = None, *, print_summary: bool = True, process_group: Any = None
     ) -> None:
         super().__init__(engine, print_summary=print_summary, process_group=process_group)
+        self.begin_names()
+
+    def begin_names(self) -> None:
+        """What the sources' names need, beside what every manager has."""
         self.cpu_tensor_pool = GPUTensorPool("cpu", pin_memory=True, arena=self.engine.arena)
-        self._queue = VirtualPipelineQueue()
         self._cached_forward: list[ChunkOffloadHandler] = []  # of the step that ended warm-up
         self._walk = 0
         self._entered: list[InstalledScope | None] = []
@@ -58,7 +63,7 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
         """The process-wide manager; built with the default config on first use."""
-        return cast(PipelineOffloadManager, marks.default_manager())
+        return _adopted(marks.default_manager())
 
     @classmethod
     def reset_instance(cls, manager: PipelineOffloadManager | None = None) -> PipelineOffloadManager:
@@ -124,27 +129,7 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
             min_elements, self.cpu_tensor_pool, engine=self.engine, chunk_id=chunk_id, manager=self
         )
 
-    def begin_forward(
-        self,
-        vp_size: int | None = None,
-        vp_stage: int | None = None,
-        min_offloaded_tensor_size: int | None = None,
-    ) -> None:
-        """Begin the forward of a chunk, which is staged in the queue."""
-        super().begin_forward(vp_size, vp_stage, min_offloaded_tensor_size)
-        if self._forward is not None and torch._C._current_graph_task_id() == -1:
-            self._queue.resize(1 if vp_size is None else vp_size)
-            self._queue.stage(cast(ChunkOffloadHandler, self._forward), self._forward.id.stage)
-
-    init_model_chunk_offload_handler = begin_forward
-
-    def _following(self) -> ChunkGroups | None:
-        by_hand = self._forwards_by_hand or self._announced
-        return self._queue.front() if by_hand else super()._following()
-
-    def _start_reading(self, handler: ChunkGroups, kind: str) -> None:
-        self._queue.discard(cast(ChunkOffloadHandler, handler))
-        super()._start_reading(handler, kind)
+    init_model_chunk_offload_handler = GroupsManager.begin_forward
 
     # -- queue (S2's names) ----------------------------------------------------------------------------------
     def flush(self) -> None:
@@ -167,7 +152,7 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
     def pop_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler:
         """Advance to the next queued chunk that has a group (of that name) and make it current."""
         with self.engine.lock:
-            handler = self._queue.pop(name)
+            handler = cast(ChunkOffloadHandler, self._queue.pop(name))
             self._start_reading(handler, "B")
             return handler
 
@@ -187,7 +172,7 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
 
     def front_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
         """The next queued chunk that has a group (of that name), not consumed; None if there is none."""
-        return self._queue.front(name)
+        return cast("ChunkOffloadHandler | None", self._queue.front(name))
 
     # -- delayed groups, and the step ------------------------------------------------------------------------
     def push_offload_groups(
@@ -214,7 +199,6 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
         if not self.is_warmup and not self._cached_forward:
             self._cached_forward = cast(list[ChunkOffloadHandler], list(self._forward_order))
         super()._forget_step()
-        self._queue.clear()
         self._walk = 0
 
     def reset(self, process_group: Any = None) -> StepStats:
@@ -238,3 +222,25 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
             self._planner.plan_now(self._seen(None))
         if self.print_summary:
             print_offload_summary_table(self.step_offload_bytes, process_group=self.process_group)
+
+
+def _adopted(manager: GroupsManager) -> PipelineOffloadManager:
+    """The manager, which has the sources' names from now on, and so have its chunks and their groups."""
+    if not isinstance(manager, PipelineOffloadManager):
+        with manager.engine.lock:
+            manager = _renamed(manager, PipelineOffloadManager)
+            manager.begin_names()
+            for chunk in manager._handlers.values():
+                handler = _renamed(chunk, ChunkOffloadHandler)
+                handler.begin_names(manager.cpu_tensor_pool, None, None, manager)
+                for group in chunk.groups:
+                    _renamed(group, OffloadTensorGroup).begin_names(None, manager.engine.device)
+    return manager
+
+
+def _renamed(found: object, kind: type[T]) -> T:
+    found.__class__ = kind
+    return cast(T, found)
+
+
+OffloadManager = PipelineOffloadManager

@@ -143,6 +143,10 @@ class ChunkGroups:
         """Note a group that is started while nothing may be offloaded, so that its commit finds a start."""
         self._started.append((name, None))
 
+    def is_empty_chunk(self, name: str | None = None) -> bool:
+        """Whether the chunk has no group, or none of that name."""
+        return not any(name in (None, group.name) for group in self.groups)
+
     def innermost_open(self) -> Group | None:
         return next((group for _, group in reversed(self._started) if group is not None), None)
 

@@ -23,6 +23,7 @@ from offload.engine import OffloadEngine
 from offload.groups.again import CallReads, RecomputedHalves
 from offload.groups.chunk import ChunkGroups
 from offload.groups.halves import HalfReads
+from offload.groups.queue import VirtualPipelineQueue
 from offload.groups.reports import FORWARDS_WITHOUT_END, MarkReport
 from offload.groups.seen import SeenStep, StepClock
 from offload.ids import ChunkId
@@ -55,6 +56,7 @@ class ChunkTracker:
         # in this step, into graphs: no step to come runs their marks
         self._captured: set[ChunkGroups] = set()
         self._lookahead = Lookahead()
+        self._queue = VirtualPipelineQueue()  # where neither a schedule nor an earlier step tells what comes
         self._forward: ChunkGroups | None = None
         self._backward: ChunkGroups | None = None
         self._kind = "B"
@@ -202,6 +204,9 @@ class ChunkTracker:
             check_min_elements(min_offloaded_tensor_size)
         self._forwards_by_hand = True
         self._begin_next(stage, min_offloaded_tensor_size)
+        if self._forward is not None and torch._C._current_graph_task_id() == -1:
+            self._queue.resize(size)
+            self._queue.stage(self._forward, stage)
 
     def begin_inferred_forward(self, stage: int, min_elements: int | None) -> None:
         """A model whose forwards nobody announces begins one. Where somebody does, by `begin_chunk` or
@@ -261,8 +266,11 @@ class ChunkTracker:
         """The forward of a chunk begins again in the same step; what its groups saved is still there."""
 
     def _following(self) -> ChunkGroups | None:
-        """The chunk that is probably read next, if neither a schedule nor an earlier step tells: the one
-        whose forward began last, among those without a backward so far."""
+        """The chunk that is probably read next, if neither a schedule nor an earlier step tells: the first
+        of the queue; where nobody says when a forward begins, the one whose forward began last, among those
+        without a backward so far."""
+        if self._forwards_by_hand or self._announced:
+            return self._queue.front()
         latest_first = reversed(self._forward_order)
         return next((chunk for chunk in latest_first if chunk not in self._backward_order), None)
 
@@ -329,6 +337,7 @@ class ChunkTracker:
     def _start_reading(self, handler: ChunkGroups, kind: str) -> None:
         if (sees := self.engine.on_phase) is not None:
             sees(Phase.BACKWARD)
+        self._queue.discard(handler)
         handler.saved.complete()
         self._backward = handler
         self._kind = kind
@@ -418,6 +427,7 @@ class ChunkTracker:
         self._captured.clear()
         self.again.end_step()
         self._lookahead.end_step()
+        self._queue.clear()
         self._forward = self._backward = None
         self._inferred = None
         self._coming = []

@@ -9,30 +9,15 @@ from __future__ import annotations
 
 import threading
 from types import TracebackType
-from typing import Protocol
 
 import torch
 
 from offload.compile.untraced import untraced
-from offload.engine import OffloadEngine
 from offload.saved.handles import Handle
 from offload.saved.hooks import InstalledScope
 from offload.watermark.forward import Forward
+from offload.watermark.runtime import WatermarkRuntime
 from offload.watermark.scheduler import ActivationScheduler
-
-
-class ManagedForwards(Protocol):
-    """Who begins and ends forwards."""
-
-    engine: OffloadEngine
-    scheduler: ActivationScheduler
-    min_elements: int
-
-    def begin_forward(self) -> Forward: ...
-
-    def end_forward(self, forward: Forward) -> None: ...
-
-    def explain(self, error: torch.OutOfMemoryError) -> None: ...
 
 
 class _SpillScope:
@@ -68,7 +53,7 @@ class ActivationHookContext:
     min_elements: of a tensor that is looked at; None for the runtime's.
     """
 
-    def __init__(self, runtime: ManagedForwards, min_elements: int | None = None) -> None:
+    def __init__(self, runtime: WatermarkRuntime, min_elements: int | None = None) -> None:
         self._runtime = runtime
         self._min_elements = runtime.min_elements if min_elements is None else min_elements
         self._entered = _Entered()

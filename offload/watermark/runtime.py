@@ -23,6 +23,7 @@ import torch
 
 from offload.client import Client, Phase
 from offload.compile.untraced import import_compiler
+from offload.config import MIB
 from offload.engine import OffloadEngine
 from offload.ids import ForwardId
 from offload.saved.handles import Handle
@@ -35,8 +36,6 @@ from offload.watermark.forward import CLIENT, Forward
 from offload.watermark.scheduler import ActivationScheduler, Parts
 from offload.watermark.telemetry import ActivationStepMetrics, SpillDetails
 from offload.watermark.transfer import ActivationTransfer
-
-MIB = 1 << 20
 
 MIN_ELEMENTS = 512
 """A smaller tensor is not looked at."""
@@ -89,7 +88,7 @@ class WatermarkRuntime(Client):
         with self.engine.lock:
             return any(not forward.is_over for forward in self.scheduler.forwards)
 
-    # -- as ManagedForwards ----------------------------------------------------------------------------------
+    # -- forwards -------------------------------------------------------------------------------------------
     def begin_forward(self) -> Forward:
         with self.engine.lock:
             scheduler = self.scheduler
