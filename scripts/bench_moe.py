@@ -148,8 +148,7 @@ def run_transformers(run: Run) -> None:
     args, done = run.args, Rows()
     asked = args.rows or _TRANSFORMERS_ROWS
     names = [name for name in asked if name in bench_model.ROWS and name != "plain"]
-    config = TRANSFORMERS | ({} if not args.tiny else _TINY_TRANSFORMERS)
-    config |= {} if args.layers is None else {"num_hidden_layers": args.layers}
+    config = TRANSFORMERS | ({} if args.layers is None else {"num_hidden_layers": args.layers})
     for row in ("plain", *names):
         total = None
         if row in ("rule", "auto"):
@@ -196,20 +195,6 @@ def run_configs(run: Run) -> None:
         first = result if first is None and result["status"] == "ok" else first
         print(configs.config_line(result, first), flush=True)
         run.keep(result)
-
-
-_TINY_TRANSFORMERS: dict[str, Any] = {
-    "hidden_size": 64,
-    "moe_intermediate_size": 32,
-    "intermediate_size": 64,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 64,
-}
 
 
 def _show(run: Run, result: dict[str, Any], done: Rows, work: Work | None) -> None:

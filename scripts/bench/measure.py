@@ -75,6 +75,22 @@ class Clock:
             if hasattr(torch.cuda, "reset_peak_host_memory_stats"):
                 torch.cuda.reset_peak_host_memory_stats()
 
+    def timed(self, step: Callable[[], object]) -> dict[str, float]:
+        """One step from a drained device to a drained device: milliseconds of the device, of Python's calls
+        and of the wall, and peaks in bytes. Blocks the host."""
+        self.drain()
+        self.reset_peaks()
+        began, start = time.perf_counter(), self.mark()
+        step()
+        end, issued = self.mark(), time.perf_counter()
+        self.drain()
+        return {
+            "step_ms": self.ms(start, end),
+            "host_ms": (issued - began) * 1e3,
+            "wall_ms": (time.perf_counter() - began) * 1e3,
+            **self.memory(),
+        }
+
     def active_bytes(self) -> int:
         return int(torch.cuda.memory_stats()["active_bytes.all.current"]) if self._cuda else 0
 

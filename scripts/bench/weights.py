@@ -112,6 +112,28 @@ class Model(nn.Module):
         return x
 
 
+def where_of(tiny: bool) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype of a row's model."""
+    return (torch.device("cpu"), torch.float32) if tiny else (torch.device("cuda:0"), torch.bfloat16)
+
+
+def make_whole(model: nn.Module, made: Any, device: torch.device) -> None:
+    """Give a model on meta its tensors. made: has get_tensor(name)."""
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(made.get_tensor(name))
+
+
+def streamed(handle: Any) -> dict[str, Any]:
+    """Figures of the weights of a row, and what its handle explains; None without a handle."""
+    figures = None if handle is None else handle.weights
+    return {
+        "weights": None if figures is None else figures.as_dict(),
+        "text": "" if handle is None else str(handle.explain()),
+    }
+
+
 def expand_frozen(model: nn.Module) -> None:
     """Round each frozen projection as quantize="int8" does, in place."""
     for module in model.modules():

@@ -19,7 +19,18 @@ from torch import Tensor
 
 import offload
 from bench.table import cells_line
-from bench.weights import GB, TINY, Model, Shape, expand_frozen, link_gb_s, run_steps
+from bench.weights import (
+    GB,
+    TINY,
+    Model,
+    Shape,
+    expand_frozen,
+    link_gb_s,
+    make_whole,
+    run_steps,
+    streamed,
+    where_of,
+)
 
 ROWS = "nothing,host,inputs"
 DEFAULTS = {"tokens": 8192, "layers": 80, "samples": 2, "warmup": 3}
@@ -56,8 +67,7 @@ class Unchecked(Model):
 
 def run_row(options: argparse.Namespace) -> dict[str, Any]:
     """The row of this process."""
-    device = torch.device("cpu" if options.tiny else "cuda:0")
-    dtype = torch.float32 if options.tiny else torch.bfloat16
+    device, dtype = where_of(options.tiny)
     layers = min(SLICE, options.layers) if options.row == "nothing" else options.layers
     shape = Shape(layers, hidden=8192, ffn=28672, heads=64, kv_heads=8)
     if options.tiny:
@@ -68,10 +78,7 @@ def run_row(options: argparse.Namespace) -> dict[str, Any]:
         model = (Unchecked if options.row == "inputs" else Model)(shape, dtype=dtype)
     made, handle = Made(model, device), None
     if options.row == "nothing":
-        model.to_empty(device=device)
-        with torch.no_grad():
-            for name, tensor in model.state_dict().items():
-                tensor.copy_(made.get_tensor(name))
+        make_whole(model, made, device)
         expand_frozen(model)
     else:
         mode = "hidden_states" if options.row == "inputs" else None
@@ -91,14 +98,12 @@ def run_row(options: argparse.Namespace) -> dict[str, Any]:
         optimizer.zero_grad()
 
     found = run_steps(model, backward, step, warmup=options.warmup, samples=options.samples, device=device)
-    figures = None if handle is None else handle.weights
     return found | {
         "row": options.row,
         "layers": shape.layers,
         "build_s": build_s,
         "link_gb_s": rate,
-        "weights": None if figures is None else figures.as_dict(),
-        "text": "" if handle is None else str(handle.explain()),
+        **streamed(handle),
     }
 
 

@@ -19,7 +19,7 @@ import moe
 import offload
 from bench import gradients
 from bench.table import cells_line
-from bench.weights import GB, LoraLinear, compared, link_gb_s, run_steps
+from bench.weights import GB, LoraLinear, compared, link_gb_s, run_steps, where_of
 from moe.attention import rotation_tables
 
 ROWS = "nothing,16,32,host,activations,both"
@@ -75,8 +75,7 @@ class Model(nn.Module):
 
 def run_row(options: argparse.Namespace) -> dict[str, Any]:
     """The row of this process."""
-    device = torch.device("cpu" if options.tiny else "cuda:0")
-    dtype = torch.float32 if options.tiny else torch.bfloat16
+    device, dtype = where_of(options.tiny)
     experts, dim, hidden = (8, 512, 512) if options.tiny else (EXPERTS, 2048, 1024)
     batch, sequence = (1, 4) if options.tiny else (2, 2048)
     config = moe.MixtureConfig(

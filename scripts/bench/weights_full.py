@@ -20,7 +20,7 @@ from torch import nn
 
 import offload
 from bench.table import cells_line
-from bench.weights import GB, Model, Shape, link_gb_s, run_steps
+from bench.weights import GB, Model, Shape, link_gb_s, make_whole, run_steps, streamed, where_of
 from bench.weights_70b import Made
 from offload.memory.budget import cgroups
 
@@ -42,8 +42,7 @@ def host_bytes() -> int:
 
 def run_row(options: argparse.Namespace) -> dict[str, Any]:
     """The row of this process."""
-    device = torch.device("cpu" if options.tiny else "cuda:0")
-    dtype = torch.float32 if options.tiny else torch.bfloat16
+    device, dtype = where_of(options.tiny)
     is_slice = options.row == "nothing"
     layers = min(SLICE, options.layers) if is_slice else options.layers
     shape, tokens = Shape(layers, rank=0), options.tokens
@@ -54,10 +53,7 @@ def run_row(options: argparse.Namespace) -> dict[str, Any]:
         model = Model(shape, dtype=dtype)
     made, optimizer, handle = Made(model, device), None, None
     if is_slice:
-        model.to_empty(device=device)
-        with torch.no_grad():
-            for name, tensor in model.state_dict().items():
-                tensor.copy_(made.get_tensor(name))
+        make_whole(model, made, device)
     else:
         steps_early = options.row == "backward"
         where = "sim" if options.tiny else device
@@ -89,7 +85,6 @@ def run_row(options: argparse.Namespace) -> dict[str, Any]:
 
     no_bits = nn.Module()  # gradients are stepped by then
     found = run_steps(no_bits, backward, step, warmup=options.warmup, samples=options.samples, device=device)
-    figures = None if handle is None else handle.weights
     parameters = sum(parameter.numel() for parameter in model.parameters())
     attention = 6 * tokens**2 * shape.hidden * shape.layers  # causal: half of all pairs, forward and backward
     return found | {
@@ -102,8 +97,7 @@ def run_row(options: argparse.Namespace) -> dict[str, Any]:
         "host_bytes": host_bytes(),
         "host_bytes_before": before,
         "pinned_bytes": 0 if optimizer is None else optimizer.engine.arena.held_bytes,
-        "weights": None if figures is None else figures.as_dict(),
-        "text": "" if handle is None else str(handle.explain()),
+        **streamed(handle),
     }
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import offload
 from bench.table import cells_line
-from bench.weights import GB, TINY, Model, Shape, compared, link_gb_s, run_steps
+from bench.weights import GB, TINY, Model, Shape, compared, link_gb_s, run_steps, where_of
 
 ROWS = "nothing,host,clipped"
 MICROBATCHES = 4
@@ -28,8 +28,7 @@ HEADER = (
 
 def run_row(options: argparse.Namespace) -> dict[str, Any]:
     """The row of this process."""
-    device = torch.device("cpu" if options.tiny else "cuda:0")
-    dtype = torch.float32 if options.tiny else torch.bfloat16
+    device, dtype = where_of(options.tiny)
     shape, tokens = (TINY, 8) if options.tiny else (Shape(layers=options.layers), options.tokens)
     torch.manual_seed(0)
     rate = link_gb_s(device)

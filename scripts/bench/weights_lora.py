@@ -16,7 +16,7 @@ from torch import nn
 
 import offload
 from bench.run import imported
-from bench.weights import TINY, Model, Shape, expand_frozen, link_gb_s, run_steps
+from bench.weights import TINY, Model, Shape, expand_frozen, link_gb_s, run_steps, streamed, where_of
 
 ROWS = "nothing,host,5GB,6.8GB"
 
@@ -63,8 +63,7 @@ _PEERS: dict[str, Callable[[Model, torch.device, str], torch.optim.Optimizer]] =
 
 def run_row(options: argparse.Namespace, quantize: str | None = None) -> dict[str, Any]:
     """The row of this process. quantize: as apply has it; `nothing` has the expanded weights then."""
-    device = torch.device("cpu" if options.tiny else "cuda:0")
-    dtype = torch.float32 if options.tiny else torch.bfloat16
+    device, dtype = where_of(options.tiny)
     shape, tokens = (TINY, 8) if options.tiny else (Shape(layers=options.layers), options.tokens)
     torch.manual_seed(0)
     rate = link_gb_s(device)
@@ -93,11 +92,9 @@ def run_row(options: argparse.Namespace, quantize: str | None = None) -> dict[st
         optimizer.zero_grad()
 
     found = run_steps(model, backward, step, warmup=options.warmup, samples=options.samples, device=device)
-    figures = None if handle is None else handle.weights
     return found | {
         "row": options.row,
         "link_gb_s": rate,
         "blocks": shape.layers,
-        "weights": None if figures is None else figures.as_dict(),
-        "text": "" if handle is None else str(handle.explain()),
+        **streamed(handle),
     }

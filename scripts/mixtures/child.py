@@ -8,7 +8,6 @@ status (bench/run.py).
 from __future__ import annotations
 
 import statistics
-import time
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -84,21 +83,11 @@ def _settling(job: Job, request: MixtureRequest) -> int:
 
 
 def _step(job: Job, clock: Clock, number: int) -> dict[str, Any]:
-    """One step from a drained device to a drained device."""
-    clock.drain()
-    clock.reset_peaks()
-    wall, start = time.perf_counter(), clock.mark()
-    job.step(number)
-    job.clear()
-    end, issued = clock.mark(), time.perf_counter()
-    clock.drain()
-    return {
-        "step_ms": clock.ms(start, end),
-        "host_ms": (issued - wall) * 1e3,
-        "wall_ms": (time.perf_counter() - wall) * 1e3,
-        **clock.memory(),
-        **job.figures(),
-    }
+    def step() -> None:
+        job.step(number)
+        job.clear()
+
+    return {**clock.timed(step), **job.figures()}
 
 
 def _summary(first: dict[str, Any], samples: list[dict[str, Any]], work: Work) -> dict[str, Any]:

@@ -190,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
         ("experts", "of a mixture: experts of a layer"),
         ("top-k", "of a mixture: experts that each token goes to"),
     ):
-        model.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
+        _count(model, name, meaning)
     model.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -207,35 +207,20 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="text to learn (default: Python's own standard library)",
     )
-    training.add_argument("--steps", type=int, default=20, metavar="N", help="default: 20")
-    training.add_argument("--batch", type=int, metavar="N", help="sequences a microbatch")
-    training.add_argument("--microbatches", type=int, metavar="N", help="microbatches a step")
+    _count(training, "steps", "default: 20", default=20)
+    _count(training, "batch", "sequences a microbatch")
+    _count(training, "microbatches", "microbatches a step")
     training.add_argument("--lr", type=float, help="learning rate of AdamW")
     training.add_argument("--seed", type=int, default=0, help="of parameters and batches (default: 0)")
-    training.add_argument(
-        "--eval-every",
-        type=int,
-        default=0,
-        metavar="N",
-        help="loss on held-out text every N steps (default: never)",
-    )
+    _count(training, "eval-every", "loss on held-out text every N steps (default: never)", default=0)
 
     pipeline = parser.add_argument_group("pipeline")
     pipeline.add_argument(
         "--schedule", default="1f1b", metavar="NAME", help=f"one of {', '.join(SCHEDULES)} (default: 1f1b)"
     )
-    pipeline.add_argument(
-        "--virtual-stages",
-        type=int,
-        metavar="N",
-        help="stages a rank (default: 1, or 2 where the schedule interleaves)",
-    )
-    pipeline.add_argument(
-        "--expert-parallel",
-        type=int,
-        metavar="N",
-        help="of a mixture: ranks that have the same stages and share their experts (default: 1)",
-    )
+    _count(pipeline, "virtual-stages", "stages a rank (default: 1, or 2 where the schedule interleaves)")
+    shared = "of a mixture: ranks that have the same stages and share their experts (default: 1)"
+    _count(pipeline, "expert-parallel", shared)
     pipeline.add_argument(
         "--device",
         choices=["auto", "cuda", "cpu"],
@@ -292,9 +277,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of a mixture: the experts' input once for each expert of a token, or once (default: "
         "once, where one rank has all experts)",
     )
-    offload.add_argument(
-        "--min-offloaded-tensor-size", type=int, metavar="N", help="elements; smaller saved tensors stay"
-    )
+    _count(offload, "min-offloaded-tensor-size", "elements; smaller saved tensors stay")
     offload.add_argument(
         "--offload-fraction",
         type=float,
@@ -348,15 +331,14 @@ def _parser() -> argparse.ArgumentParser:
             "left out)"
         ),
     )
-    proof.add_argument(
-        "--check-end",
-        type=int,
-        default=0,
-        metavar="N",
-        help=(
+    _count(
+        proof,
+        "check-end",
+        (
             "make the last step's forward and backward N times more without offload and N times with it, by "
             "turns: compare all gradients bit for bit, and show the ratio of the times (default: 0)"
         ),
+        default=0,
     )
     proof.add_argument(
         "--plot",
@@ -369,6 +351,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     proof.add_argument("--telemetry", type=Path, metavar="FILE", help="write one line of JSON a step")
     return parser
+
+
+def _count(group: argparse._ArgumentGroup, name: str, meaning: str, default: int | None = None) -> None:
+    group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=meaning)
 
 
 def _host_or_gb(text: str) -> str:
