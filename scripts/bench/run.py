@@ -25,16 +25,13 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 _STDERR_CHARACTERS = 4000
 NEEDS_GPU = "these figures need a CUDA GPU; --tiny runs the script on the CPU and the simulated device"
-
-
-Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 
 class NotInstalledError(Exception):
@@ -46,8 +43,11 @@ class SkippedError(Exception):
 
 
 def parser_of(
-    doc: str | None, *, row_timeout_s: float | None = None, kind: type[Parser] = argparse.ArgumentParser
-) -> Parser:
+    doc: str | None,
+    *,
+    row_timeout_s: float | None = None,
+    kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
+) -> argparse.ArgumentParser:
     """Parser with the options that all benchmarks have. row_timeout_s: None for a script that measures in its
     own process alone, which then has no --row-timeout-s and no --budget-s."""
     parser = kind(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
