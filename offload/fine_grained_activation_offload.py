@@ -42,31 +42,19 @@ from offload.marks import (
 from offload.telemetry.speaker import speaker
 from offload.telemetry.summary import print_offload_summary_table
 
+# fmt: off
 __all__ = [
-    "DEBUG",
-    "DEBUG_RANK",
-    "ChunkOffloadHandler",
-    "FineGrainedActivationOffloadingInterface",
-    "FineGrainedOffloadingBackwardRecordFunction",
-    "FineGrainedOffloadingGroupCommitFunction",
-    "FineGrainedOffloadingGroupStartFunction",
-    "GPUTensorPool",
-    "OffloadTensorGroup",
-    "PipelineOffloadManager",
-    "debug_rank",
-    "fine_grained_offloading_backward_record",
-    "fine_grained_offloading_disable_offload",
-    "fine_grained_offloading_enable_offload",
-    "fine_grained_offloading_forward_record",
-    "fine_grained_offloading_group_commit",
-    "fine_grained_offloading_group_flush_delayed_groups",
-    "fine_grained_offloading_group_start",
-    "fine_grained_offloading_init_chunk_handler",
-    "fine_grained_offloading_reset",
-    "get_fine_grained_offloading_context",
-    "is_graph_capturing",
-    "print_offload_summary_table",
+    "DEBUG", "DEBUG_RANK", "ChunkOffloadHandler", "FineGrainedActivationOffloadingInterface",
+    "FineGrainedOffloadingBackwardRecordFunction", "FineGrainedOffloadingGroupCommitFunction",
+    "FineGrainedOffloadingGroupStartFunction", "GPUTensorPool", "OffloadTensorGroup",
+    "PipelineOffloadManager", "debug_rank", "fine_grained_offloading_backward_record",
+    "fine_grained_offloading_disable_offload", "fine_grained_offloading_enable_offload",
+    "fine_grained_offloading_forward_record", "fine_grained_offloading_group_commit",
+    "fine_grained_offloading_group_flush_delayed_groups", "fine_grained_offloading_group_start",
+    "fine_grained_offloading_init_chunk_handler", "fine_grained_offloading_reset",
+    "get_fine_grained_offloading_context", "is_graph_capturing", "print_offload_summary_table",
 ]
+# fmt: on
 
 logger = speaker(__name__)
 

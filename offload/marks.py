@@ -41,42 +41,15 @@ from offload.groups.chunk import ChunkGroups
 from offload.groups.graphs import check_event, record_event
 from offload.groups.manager import GroupsManager
 from offload.groups.release import without_output
-from offload.process import (
-    change_limits,
-    close_manager,
-    configure,
-    default_manager,
-    existing_manager,
-    put_manager,
-)
+from offload.process import change_limits as change_limits
+from offload.process import close_manager as close_manager
+from offload.process import configure as configure
+from offload.process import default_manager as default_manager
+from offload.process import existing_manager as existing_manager
+from offload.process import put_manager as put_manager
 from offload.saved.hooks import InstalledScope
 from offload.telemetry.records import StepStats
 from offload.transfer.captures import CapturedRegion
-
-__all__ = [
-    "backward_record",
-    "capturing",
-    "change_limits",
-    "check_mark",
-    "chunk_to_start_in",
-    "close_manager",
-    "configure",
-    "default_manager",
-    "disable_offload",
-    "enable_offload",
-    "existing_manager",
-    "flush_delayed_groups",
-    "forward_record",
-    "group_commit",
-    "group_start",
-    "init_chunk_handler",
-    "mark_not_offloadable",
-    "offload_hooks",
-    "put_manager",
-    "reset",
-    "selective_contexts",
-    "step_end",
-]
 
 T = TypeVar("T", torch.Tensor, tuple[Any, ...], list[Any])
 

@@ -71,15 +71,11 @@ class ChunkOffloadHandler(ChunkGroups):
     ) -> None:
         engine = engine if engine is not None else default_engine()
         super().__init__(min_offloaded_tensor_size, engine=engine, chunk_id=chunk_id, manager=manager)
-        self.begin_names(cpu_tensor_pool, d2h_stream, h2d_stream, manager)
+        self.begin_names(cpu_tensor_pool, manager)
+        self.d2h_stream: Lane = d2h_stream if d2h_stream is not None else engine.device.d2h
+        self.h2d_stream: Lane = h2d_stream if h2d_stream is not None else engine.device.h2d
 
-    def begin_names(
-        self,
-        cpu_tensor_pool: GPUTensorPool | None,
-        d2h_stream: Lane | None,
-        h2d_stream: Lane | None,
-        manager: GroupsManager | None,
-    ) -> None:
+    def begin_names(self, cpu_tensor_pool: GPUTensorPool | None, manager: GroupsManager | None) -> None:
         """What the sources' names need, beside what every chunk has."""
         engine = self.engine
         if cpu_tensor_pool is None:
@@ -88,8 +84,7 @@ class ChunkOffloadHandler(ChunkGroups):
         self._ends_with_step = cpu_tensor_pool is getattr(manager, "cpu_tensor_pool", None)
         cpu_tensor_pool.ask(engine.device)
         self.cpu_tensor_pool = cpu_tensor_pool
-        self.d2h_stream: Lane = d2h_stream if d2h_stream is not None else engine.device.d2h
-        self.h2d_stream: Lane = h2d_stream if h2d_stream is not None else engine.device.h2d
+        self.d2h_stream, self.h2d_stream = engine.device.d2h, engine.device.h2d
         self._copies = engine.copier.of(Owner("by hand", str(self.id)))
         self._queue = manager
         self._tags: dict[TensorTag, Handle | Passed] = {}

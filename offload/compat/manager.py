@@ -232,7 +232,7 @@ def _adopted(manager: GroupsManager) -> PipelineOffloadManager:
             manager.begin_names()
             for chunk in manager._handlers.values():
                 handler = _renamed(chunk, ChunkOffloadHandler)
-                handler.begin_names(manager.cpu_tensor_pool, None, None, manager)
+                handler.begin_names(manager.cpu_tensor_pool, manager)
                 for group in chunk.groups:
                     _renamed(group, OffloadTensorGroup).begin_names(None, manager.engine.device)
     return manager

@@ -22,8 +22,6 @@ from offload.errors import PoolError
 from offload.memory.arena import HostArena
 from offload.memory.sub_pool import PoolKey, SubPool
 
-__all__ = ["GPUTensorPool", "PoolKey", "TensorPool"]
-
 
 class GPUTensorPool:
     """Tensors by (shape, dtype), on any device.

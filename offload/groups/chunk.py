@@ -19,6 +19,7 @@ import torch
 from offload.config import check_min_elements
 from offload.engine import OffloadEngine
 from offload.errors import GroupOrderError
+from offload.groups.again import CallReads
 from offload.groups.group import Cost, Group
 from offload.groups.release import release
 from offload.ids import ChunkId, GroupId
@@ -33,6 +34,18 @@ class Cursor(Protocol):
     def living_blocks(self) -> Iterator[DeviceBlock]: ...
 
     def reading(self, handler: ChunkGroups) -> None: ...
+
+
+class Committer(Protocol):
+    """What a group reports to that is opened and closed for a caller who sets no marks."""
+
+    open_regions: int
+
+    def commit(self, handler: ChunkGroups, group: Group) -> None: ...
+
+    def input_read_next(self, handler: ChunkGroups) -> None: ...
+
+    def call_reads(self, handler: ChunkGroups, place: int) -> CallReads | None: ...
 
 
 class ChunkGroups:

@@ -7,26 +7,18 @@ group is open around the call: a mask that all layers share is read by all of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from offload.groups.again import CallReads
-from offload.groups.chunk import ChunkGroups
+from offload.groups.chunk import ChunkGroups, Committer
 from offload.groups.group import Cost, Group
 from offload.groups.scope import GroupScope
 from offload.saved.chunk import SavedChunk
 from offload.saved.filters import Verdict, is_parameter, is_plain, is_wrapper
 from offload.saved.hooks import InstalledScope, inside_checkpoint
-
-
-class _Manager(Protocol):
-    def commit(self, handler: ChunkGroups, group: Group) -> None: ...
-
-    def input_read_next(self, handler: ChunkGroups) -> None: ...
-
-    def call_reads(self, handler: ChunkGroups, place: int) -> CallReads | None: ...
 
 
 class InputGroup:
@@ -39,7 +31,7 @@ class InputGroup:
     """
 
     def __init__(
-        self, manager: _Manager, handler: ChunkGroups | None, name: str, *, required: bool, cost: Cost | None
+        self, manager: Committer, handler: ChunkGroups | None, name: str, *, required: bool, cost: Cost | None
     ) -> None:
         self._manager = manager
         self._handler = None if inside_checkpoint() else handler

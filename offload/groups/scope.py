@@ -7,12 +7,11 @@ One invariant: what a scope is given after its chunk was begun again, or after i
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 
 from offload.device import Lane
-from offload.groups.chunk import ChunkGroups
+from offload.groups.chunk import ChunkGroups, Committer
 from offload.groups.group import Group
 from offload.ids import ChunkId
 from offload.saved.chunk import SavedChunk
@@ -79,12 +78,6 @@ class KeptScope(GroupScope):
         return handle
 
 
-class _Manager(Protocol):
-    open_regions: int
-
-    def commit(self, handler: ChunkGroups, group: Group) -> None: ...
-
-
 class KeptGroup:
     """The group of the outputs that one run of a checkpointed function keeps: the one that is open when they
     are made, or one of the run's own.
@@ -92,7 +85,7 @@ class KeptGroup:
     handler: its chunk; None where nothing may leave. name: of the run's own group.
     """
 
-    def __init__(self, manager: _Manager, handler: ChunkGroups | None, name: str) -> None:
+    def __init__(self, manager: Committer, handler: ChunkGroups | None, name: str) -> None:
         self._manager = manager
         self._handler = handler
         self._name = name

@@ -93,12 +93,9 @@ class ActivationRuntime(WatermarkRuntime):
                 "counts no others; give memory_allocated=, a function that returns the allocated bytes"
             )
         meter = meter_of(engine, memory_allocated, resets=config.telemetry_enabled)
+        out, back = (config.max_inflight_d2h, config.max_inflight_h2d) if reactive else (None, None)
         transfer = ActivationTransfer(
-            engine,
-            max_inflight_d2h=config.max_inflight_d2h if reactive else None,
-            max_inflight_h2d=config.max_inflight_h2d if reactive else None,
-            hosts=self.pool,
-            on_host=reactive,
+            engine, max_inflight_d2h=out, max_inflight_h2d=back, hosts=self.pool, on_host=reactive
         )
         self.registry = ActivationRegistry()
         self.checkpoints = CheckpointCoordinator(config.recompute_threshold_bytes)

@@ -16,8 +16,6 @@ from offload.compat.stagehand.backend_cpu import checked_classes
 from offload.config import MIB, check_flags, check_index, load_fields, naming_near
 from offload.described import described
 
-__all__ = ["MIB", "ActivationConfig", "StagehandConfig"]
-
 _ALIGNMENTS = [1 << power for power in range(10)]
 """Bytes, up to those at which the arena aligns masters."""
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.compat.stagehand.config import MIB
 from offload.compat.stagehand.runtime import StagehandRuntime
+from offload.config import MIB
 from offload.device import device_bytes
 from offload.sizes import argument_bytes
 from offload.weights.weight import BlockWeights

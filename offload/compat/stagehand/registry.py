@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
 import torch
 
@@ -91,31 +90,25 @@ class ActivationRecord:
         self.block.move_to(state.value)
 
 
-class _Entry(NamedTuple):
-    """handle: held by autograd's graph alone."""
-
-    handle: weakref.ref[Handle]
-    device: torch.device
-
-
 class ActivationRegistry:
     """The records of a step. The record id is the engine's handle; `SlotId` prints it."""
 
     def __init__(self) -> None:
-        self._entries: list[_Entry] = []
+        # handles are held by autograd's graph alone
+        self._entries: list[tuple[weakref.ref[Handle], torch.device]] = []
 
     def create(self, handle: Handle, device: torch.device) -> None:
         """Note a save."""
-        self._entries.append(_Entry(weakref.ref(handle), device))
+        self._entries.append((weakref.ref(handle), device))
 
     def __iter__(self) -> Iterator[ActivationRecord]:
         """Those that can still be read, one a block, in the order of their saves."""
         seen: set[int] = set()
-        for entry in self._entries:
-            handle = entry.handle()
+        for reference, device in self._entries:
+            handle = reference()
             if handle is not None and handle.layout is not None and id(handle.record.block) not in seen:
                 seen.add(id(handle.record.block))
-                yield ActivationRecord(handle.record.block, handle.layout, entry.device)
+                yield ActivationRecord(handle.record.block, handle.layout, device)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -138,4 +131,4 @@ class ActivationRegistry:
 
     def forget_dead(self) -> None:
         """Forget those that nothing can read any more."""
-        self._entries = [entry for entry in self._entries if entry.handle() is not None]
+        self._entries = [entry for entry in self._entries if entry[0]() is not None]

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from offload.compat.stagehand.activations import ActivationRuntime
 from offload.compat.stagehand.blocks import BlockRegistry, BlockState, ResidencyMap
-from offload.compat.stagehand.config import MIB, StagehandConfig
+from offload.compat.stagehand.config import StagehandConfig
 from offload.compat.stagehand.guards import NumericGuard
 from offload.compat.stagehand.scheduler import (
     BudgetManager,
@@ -43,7 +43,7 @@ from offload.compat.stagehand.scheduler import (
     TransferKnobs,
 )
 from offload.compat.stagehand.telemetry import StagehandTelemetry, StepMetrics
-from offload.config import config_or_fields
+from offload.config import MIB, config_or_fields
 from offload.device import Event
 from offload.engine import OffloadEngine
 from offload.engines import default_engine

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from offload.compat.stagehand.blocks import BlockState, ResidencyMap
-from offload.compat.stagehand.config import MIB
 from offload.compat.stagehand.telemetry import StepMetrics
+from offload.config import MIB
 from offload.device import Device
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.admission import Priority
