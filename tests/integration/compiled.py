@@ -94,7 +94,8 @@ def fresh_compiler() -> Iterator[None]:
 def manager_with(**config: Any) -> PipelineOffloadManager:
     """Every saved tensor may leave, unless `config` says otherwise."""
     settings: dict[str, Any] = {"min_offloaded_tensor_size": 4, "host_reserve_bytes": 1 << 22, **config}
-    return configure(OffloadConfig(**settings), device="sim", print_summary=False)
+    configure(OffloadConfig(**settings), device="sim", print_summary=False)
+    return PipelineOffloadManager.get_instance()
 
 
 def blocks_of(kind: type[Block]) -> list[Block]:
