@@ -32,10 +32,10 @@ from offload.sizes import bytes_text
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.block import DeviceBlock
 from offload.transfer.coming import ComingReads, Prefetcher
+from offload.watermark.budget import Readings
 from offload.watermark.curve import Curves
 from offload.watermark.forward import Forward
 from offload.watermark.read_order import ReadOrder
-from offload.watermark.readings import Readings
 from offload.watermark.scheduler import ActivationScheduler, Parts
 from offload.watermark.telemetry import ActivationStepMetrics, SpillDetails
 

@@ -4,12 +4,11 @@ it is not. Saved tensors leave only when device memory is short.
 A client of the engine, beside its others: records, host blocks, copies, lanes and the order of events are the
 engine's. One invariant: below the low mark nothing moves.
 
-    hooks.py        the scope of a forward          scheduler.py   what leaves and when, in general
-    curve.py        the allocation curve            ahead.py       the forecast and the restore ahead
-    readings.py     when the device is asked        read_order.py  whose turn it is to leave
-    transfer.py     spills in flight                forward.py     what a forward saved
-    budget.py       the meter and the latch         checkpoint.py  what is never spilled
-    telemetry.py    figures of a step
+    hooks.py      the scope of a forward    scheduler.py   what leaves and when, in general
+    curve.py      the allocation curve      ahead.py       the forecast and the restore ahead
+    transfer.py   spills in flight          read_order.py  whose turn it is to leave
+    forward.py    what a forward saved      budget.py      the meter, the latch, and when the device is asked
+    telemetry.py  figures of a step
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What leaves the device and when: what both orders have in common.
+"""What leaves the device and when: what both orders have in common; and what never does.
 
 One invariant: a scheduler decides; `transfer.py` asks the engine to move. All calls are made under the
 engine's lock.
@@ -16,12 +16,31 @@ from offload.engine import OffloadEngine
 from offload.saved.handles import Handle
 from offload.transfer.block import BlockState, DeviceBlock, living
 from offload.watermark.budget import ActivationBudgetManager
-from offload.watermark.checkpoint import CheckpointCoordinator
 from offload.watermark.forward import Forward
 from offload.watermark.telemetry import ActivationStepMetrics, SpillDetails
 from offload.watermark.transfer import ActivationTransfer
 
 _RESIDENT = BlockState.RESIDENT
+
+
+@dataclass(slots=True)
+class CheckpointCoordinator:
+    """Says which tensors are never spilled, and so what the runtime leaves to gradient checkpoints.
+
+    What a recompute saves passes through; it is read at once (`saved/hooks.py` sees to it that no scope is
+    asked in a backward). What a checkpoint keeps outside its region, its inputs, is saved like any other
+    tensor, and what it keeps inside counts in the device's reading.
+
+    recompute_threshold_bytes: a smaller tensor is kept, or recomputed where a checkpoint does that: its copy
+        costs more than its recompute. prefer_recompute: False ignores the threshold.
+    """
+
+    recompute_threshold_bytes: int = 0
+    prefer_recompute: bool = True
+
+    def may_spill(self, nbytes: int) -> bool:
+        """Whether a saved tensor of this size may leave."""
+        return not self.prefer_recompute or nbytes >= self.recompute_threshold_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,11 +35,10 @@ from offload.errors import OffloadError
 from offload.telemetry.records import ClientStats, StepStats
 from offload.watermark.ahead import ForecastOrder
 from offload.watermark.budget import ActivationBudgetManager, MemoryMeter, meter_of
-from offload.watermark.checkpoint import CheckpointCoordinator
 from offload.watermark.forward import Forward
 from offload.watermark.hooks import ActivationHookContext
 from offload.watermark.runtime import WatermarkRuntime
-from offload.watermark.scheduler import ActivationScheduler, Parts
+from offload.watermark.scheduler import ActivationScheduler, CheckpointCoordinator, Parts
 from offload.watermark.telemetry import ActivationStepMetrics
 from offload.watermark.transfer import ActivationTransfer
 
