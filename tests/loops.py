@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from offload import step_end
+from offload.telemetry.records import StepStats
+
 
 def local(tensor: Any) -> Tensor:
     """What this rank has of a tensor."""
@@ -33,3 +36,10 @@ def trained(
         optimizer.step()
         optimizer.zero_grad()
     return [*seen, *(local(each.detach()).clone() for each in (*model.parameters(), *model.buffers()))]
+
+
+def ended_step() -> StepStats:
+    """The figures of the process-wide manager's step, which ends."""
+    stats = step_end()
+    assert stats is not None
+    return stats

@@ -6,40 +6,21 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import offload
 from bench.conflicts import CONFLICTS, stalls_ms
 from offload.conductor import Conductor
 from offload.transfer.admission import Direction
+from tests.nets import Block, Stack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("engine_of_the_gpu", "clean_allocator")]
 
 WIDTH, ROWS, BLOCKS = 1024, 4096, 8
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Block().requires_grad_(False) for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, 4 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def frozen() -> nn.Module:
+    return Block(WIDTH, 4 * WIDTH).requires_grad_(False)
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -48,7 +29,7 @@ class Model(nn.Module):
 def test_bits_with_weights_activations_and_optimizer_at_once(bridge: str, hard_mb: float) -> None:
     """A hard cap of 1 MiB is pressure in every backward; apply() would refuse it."""
     torch.manual_seed(0)
-    plain = Model().cuda()
+    plain = Stack(frozen, BLOCKS, WIDTH, 4 * WIDTH).cuda()
     model = copy.deepcopy(plain)
     handle = offload.apply(model, "groups", weights="host", device_limit="200MB", min_numel=1)
     conductor = Conductor(bridge=bridge, vram_hard_cap_mb=hard_mb)
@@ -85,7 +66,7 @@ def test_bits_with_weights_activations_and_optimizer_at_once(bridge: str, hard_m
 def test_one_line_moves_four_kinds_and_all_of_it_comes_back(where: str) -> None:
     """The optimizer's state was on the device, goes to the host, and is on the device again."""
     torch.manual_seed(0)
-    plain = Model().requires_grad_(True).cuda()
+    plain = Stack(frozen, BLOCKS, WIDTH, 4 * WIDTH).requires_grad_(True).cuda()
     model = copy.deepcopy(plain)
     ours, its = (torch.optim.AdamW(each.parameters(), lr=1e-3, fused=True) for each in (model, plain))
 

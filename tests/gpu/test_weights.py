@@ -12,20 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from tests.inside import streaming_of
+from tests.nets import Block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("engine_of_the_gpu", "clean_allocator")]
 
 WIDTH, ROWS, BLOCKS = 1024, 512, 12
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Model(nn.Module):
@@ -34,7 +25,7 @@ class Model(nn.Module):
     def __init__(self, checkpoints: bool | None = None) -> None:
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.layers = nn.ModuleList(Block(WIDTH, 4 * WIDTH) for _ in range(BLOCKS))
         self.checkpoints = checkpoints
 
     def forward(self, x: Tensor) -> Tensor:

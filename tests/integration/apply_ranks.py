@@ -20,6 +20,7 @@ from offload import OffloadConfig, PipelineOffloadManager, configure
 from offload.pipelining import OffloadPipelineStage
 from parallel.schedules import build_schedule, schedule_named, stages_of
 from tests.loops import trained
+from tests.nets import Block, Stack
 
 WIDTH, ROWS, BLOCKS = 16, 12, 3
 INNER = 2 * WIDTH
@@ -32,30 +33,8 @@ if torch.__version__ < "2.13":  # whose own stage sends itself a message where a
     SCHEDULES = SCHEDULES[:-1]
 
 
-class Block(nn.Module):
-    """x + down(tanh(up(norm(x))))"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def block() -> Block:
+    return Block(WIDTH, activation=torch.tanh)
 
 
 @contextmanager
@@ -106,9 +85,9 @@ SPREADS: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
 }
 
 
-def build(device: str = "cpu") -> Model:
+def build(device: str = "cpu") -> Stack:
     torch.manual_seed(3)
-    return Model().to(device)
+    return Stack(block, BLOCKS, WIDTH, 5).to(device)
 
 
 def train(
@@ -170,7 +149,7 @@ class Pipeline:
         self.stages: list[Any] = []
         for index in stages_of(spec, rank=rank, ranks=ranks, virtual_stages=spec.default_virtual_stages):
             torch.manual_seed(index)
-            module = nn.Sequential(*(Block() for _ in range(STAGE_BLOCKS)))
+            module = nn.Sequential(*(block() for _ in range(STAGE_BLOCKS)))
             if mode is not None:
                 self.handles.append(offload.apply(module, mode, min_numel=1, **options))
             self.modules.append(module)

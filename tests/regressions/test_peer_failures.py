@@ -29,6 +29,7 @@ from offload import (
 )
 from offload.device.sim import SimDevice
 from parallel.transformer import TransformerConfig
+from tests.loops import ended_step
 from tests.unit.groups.stack import (
     EXECUTORS,
     NAMES,
@@ -305,8 +306,7 @@ def test_7_weights_are_not_copied(manager: PipelineOffloadManager, registered: b
             with offload_hooks(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 y = linear(x)
             group_commit(y, "fc1").float().sum().backward()
-        stats = step_end()
-        assert stats is not None
+        stats = ended_step()
         assert stats.saved == 3  # the inputs
     assert manager.offload_summary_total_bytes == 0  # the only one before the first backward is the margin
     assert stats.spill_bytes == 2 * 5 * 32 * (2 if autocast else 4)
@@ -357,8 +357,7 @@ def test_9_new_shapes_pin_nothing_new(name: str) -> None:
                     init_chunk_handler(None, None, 1)
                     # lengths that come only once in the first round differ by an element in the second
                     square(leaf(largest // 8 * eighths // 4 + round_) * 1, name).sum().backward()
-                stats = step_end()
-                assert stats is not None
+                stats = ended_step()
                 held.append(stats.host_bytes_held)
                 assert stats.refused == 0
         assert held == [held[0]] * 16

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 import offload
 from offload import PipelineOffloadManager, RecomputeDiffersError
+from tests.threads import run_all
 from tests.ticks import counted_time
 from tests.unit.groups.stack import build_manager, installed
 
@@ -394,10 +395,7 @@ def test_backwards_in_threads_leave_the_random_state_as_it_was(mode: Any) -> Non
                 gradients[k] = torch.autograd.grad(losses[k], list(model.parameters()))
 
             threads = [threading.Thread(target=run, args=(k,)) for k in range(3)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            run_all(threads)
             assert torch.equal(state, torch.get_rng_state())
             found += [gradient for each in gradients for gradient in each]
         if applied is None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from offload import PipelineOffloadManager, init_chunk_handler, step_end
 from offload.checkpoint.hidden_states import HIDDEN_STATES
+from tests.loops import ended_step
 from tests.unit.checkpoint.recomputed import (
     BLOCKS,
     INPUT_BYTES,
@@ -142,8 +143,7 @@ def test_the_first_argument_leaves_and_not_the_largest(manager: Manager) -> None
     with recomputed([narrow := Narrow()], manager):
         init_chunk_handler(None, None, 1)
         narrow(source() * 1.0, torch.rand(2 * ROWS, WIDTH)).square().sum().backward()
-    stats = step_end()
-    assert stats is not None
+    stats = ended_step()
     assert (stats.spilled, stats.spill_bytes) == (1, INPUT_BYTES)
 
 
@@ -165,8 +165,7 @@ def test_the_first_argument_that_may_leave_does_and_one_given_twice_is_saved_onc
     with recomputed([second], manager):
         init_chunk_handler(None, None, 2)
         assert_bits(expected, run(second))
-    stats = step_end()
-    assert stats is not None
+    stats = ended_step()
     assert (stats.saved, stats.spill_bytes) == (1, INPUT_BYTES)
 
 
@@ -187,8 +186,7 @@ def test_a_view_of_a_larger_tensor_leaves_alone(manager: Manager) -> None:
     with recomputed(list(model.blocks), manager):
         init_chunk_handler(None, None, 1)
         assert_bits(expected, run(model, model.blocks[0]))
-    stats = step_end()
-    assert stats is not None
+    stats = ended_step()
     assert stats.spill_bytes == INPUT_BYTES
 
 

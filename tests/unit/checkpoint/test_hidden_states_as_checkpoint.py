@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from offload import PipelineOffloadManager, init_chunk_handler, step_end
 from offload.errors import OffloadError
+from tests.loops import ended_step
 from tests.unit.checkpoint.recomputed import (
     BLOCKS,
     INPUT_BYTES,
@@ -140,8 +141,7 @@ def test_a_second_backward_over_a_retained_graph_recomputes_again(manager: Manag
     with recomputed(list(model.blocks), manager):
         init_chunk_handler(None, None, 1)
         assert_bits(expected, run(model))
-    stats = step_end()
-    assert stats is not None
+    stats = ended_step()
     assert stats.saved == BLOCKS
 
 
@@ -167,8 +167,7 @@ def test_a_recompute_after_the_hooks_were_taken_off_is_not_remembered_for_the_ne
     y.sum().backward()
     with recomputed([block], manager):
         block(source() * 1.0).sum().backward()
-    stats = step_end()
-    assert stats is not None
+    stats = ended_step()
     assert stats.saved == 2
 
 
@@ -191,8 +190,7 @@ def test_calls_inside_a_recomputed_call_are_recomputed_with_it_and_only_its_inpu
     with recomputed([*model.blocks, *inner], manager):  # type: ignore[list-item]
         init_chunk_handler(None, None, 1)
         found = train(model)
-    stats = step_end()
-    assert stats is not None
+    stats = ended_step()
     assert_bits(expected, found)
     assert (stats.saved, stats.spill_bytes) == (2, 2 * INPUT_BYTES)
 
@@ -228,7 +226,6 @@ def test_a_block_inside_somebodys_own_checkpoint_gives_its_input_to_that_one(man
     with recomputed([outer.first, outer.second], manager):  # type: ignore[list-item]
         init_chunk_handler(None, None, 1)
         found = run(model, outer)
-    stats = step_end()
-    assert stats is not None
+    stats = ended_step()
     assert_bits(expected, found)
     assert stats.saved == 0

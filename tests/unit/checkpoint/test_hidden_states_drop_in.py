@@ -19,6 +19,7 @@ from offload import PipelineOffloadManager, group_commit, group_start, init_chun
 from offload.checkpoint import drop_in
 from offload.compat.hidden_states import hidden_states_offload
 from offload.transfer.block import BlockState
+from tests.loops import ended_step
 from tests.unit.checkpoint.recomputed import (
     BLOCKS,
     INPUT_BYTES,
@@ -83,8 +84,7 @@ def test_a_model_that_checkpoints_trains_with_the_bits_of_torchs_own_while_input
     assert manager.engine.step == 3  # the fourth ends when the next forward begins
     assert manager.stats.saved == BLOCKS
     assert manager.stats.spill_bytes == BLOCKS * INPUT_BYTES
-    stats = step_end()
-    assert stats is not None
+    stats = ended_step()
     assert stats.saved == BLOCKS
     assert_empty(manager)
 
@@ -100,8 +100,7 @@ def test_parity_with_plain_reentrant_checkpoints_is_bitwise_in_both_precisions(
     with hidden_states_offload():
         found = train(model, x=source().detach().to(dtype).requires_grad_())
     assert_bits(expected, found)
-    stats = step_end()
-    assert stats is not None
+    stats = ended_step()
     assert stats.spill_bytes == BLOCKS * INPUT_BYTES * dtype.itemsize // 4
 
 
@@ -115,8 +114,7 @@ def test_a_mask_that_the_blocks_share_stays(manager: Manager, reentrant: bool) -
     with hidden_states_offload():
         found = train(model, mask)
     assert_bits(expected, found)
-    stats = step_end()
-    assert stats is not None
+    stats = ended_step()
     assert (stats.saved, stats.spill_bytes) == (BLOCKS, BLOCKS * INPUT_BYTES)
 
 
@@ -170,8 +168,7 @@ def test_whoever_announces_forwards_is_believed(manager: Manager, reentrant: boo
             with noted_reads(manager) as reads:
                 for loss in losses:
                     loss.backward()
-            stats = step_end()
-            assert stats is not None
+            stats = ended_step()
             assert stats.saved == 2 * BLOCKS
             chunks = [label.partition("/")[0] for label in reads]
             assert chunks == ["s0m0"] * BLOCKS + ["s0m1"] * BLOCKS
@@ -307,8 +304,7 @@ def test_a_checkpoint_inside_a_checkpoint_is_torchs_own(manager: Manager) -> Non
         expected = train(model)
         with hidden_states_offload():
             assert_bits(expected, train(model))
-        stats = step_end()
-        assert stats is not None
+        stats = ended_step()
         assert stats.saved == BLOCKS
 
 
@@ -353,8 +349,7 @@ def test_what_torchs_selective_checkpoint_keeps_leaves_with_the_group_around_it_
     with nullcontext() if in_group else hidden_states_offload():
         found = run()
     assert_bits(expected, found)
-    stats = step_end()
-    assert stats is not None
+    stats = ended_step()
     assert stats.saved == 1 + in_group  # its input, and what it keeps
 
 
@@ -410,8 +405,7 @@ def test_the_scoped_form_ends_with_its_with_and_leaves_an_outer_patch_on(manager
     assert torch_checkpoint.CheckpointFunction is ORIGINAL
     outside = model(source(2)).square().mean()
     (loss + outside).backward()
-    stats = step_end()
-    assert stats is not None
+    stats = ended_step()
     assert stats.saved == BLOCKS  # of one of the two forwards
     with pytest.raises(KeyError), hidden_states_offload(), hidden_states_offload():
         raise KeyError("inside")
@@ -465,7 +459,6 @@ def test_a_model_with_an_adapter_is_patched_with_a_warning(
     expected = train(model)
     offload.patch_hidden_states_offload(model)
     assert_bits(expected, train(model))
-    stats = step_end()
-    assert stats is not None
+    stats = ended_step()
     assert stats.saved == BLOCKS
     assert "has an adapter: checkpoints compute its frozen layers twice" in caplog.text

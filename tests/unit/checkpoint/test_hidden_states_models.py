@@ -13,6 +13,7 @@ from offload import PipelineOffloadManager, init_chunk_handler, step_end
 from offload.checkpoint.hidden_states import HIDDEN_STATES
 from offload.checkpoint.operators import default_operators
 from offload.checkpoint.selective import contexts_for
+from tests.loops import ended_step
 from tests.unit.checkpoint.recomputed import (
     BLOCKS,
     INPUT_BYTES,
@@ -44,8 +45,7 @@ def test_weights_that_are_partly_frozen(manager: Manager) -> None:
     with recomputed(list(model.blocks), manager):
         init_chunk_handler(None, None, 1)
         model(x).sum().backward()
-    stats = step_end()
-    assert stats is not None
+    stats = ended_step()
     assert stats.saved == BLOCKS - 1  # the first block is frozen, and so is its input
     assert_bits(values(plain, source()), values(model, source()))
 
@@ -61,8 +61,7 @@ def test_a_model_with_lora_adapters(manager: Manager) -> None:
     with recomputed(blocks, manager):
         init_chunk_handler(None, None, 1)
         found = train(model)
-    stats = step_end()
-    assert stats is not None
+    stats = ended_step()
     assert_bits(expected, found)
     assert (stats.saved, stats.spill_bytes) == (BLOCKS, BLOCKS * INPUT_BYTES)
 

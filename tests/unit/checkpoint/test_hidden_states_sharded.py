@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 
 from offload import PipelineOffloadManager, init_chunk_handler, step_end
+from tests.loops import ended_step
 from tests.unit.checkpoint.recomputed import (
     BLOCKS,
     INPUT_BYTES,
@@ -66,8 +67,7 @@ def test_of_a_dtensor_the_local_shard_leaves_and_the_recompute_gets_its_placemen
     with recomputed(list(model.blocks), manager):
         init_chunk_handler(None, None, 1)
         found = run(model, x)
-    stats = step_end()
-    assert stats is not None
+    stats = ended_step()
     assert_bits(expected, found)
     assert (stats.saved, stats.spill_bytes) == (BLOCKS, BLOCKS * INPUT_BYTES)
     assert seen == [(DTensor, (placement,))] * 2 * BLOCKS
@@ -90,8 +90,7 @@ def test_the_result_of_a_collective_that_still_runs_may_be_an_input(
     with recomputed([block], manager):
         init_chunk_handler(None, None, 1)
         found = once()
-    stats = step_end()
-    assert stats is not None
+    stats = ended_step()
     assert_bits(expected, found)
     assert stats.spill_bytes == INPUT_BYTES
 
@@ -122,8 +121,7 @@ def test_blocks_that_fsdp_shards_have_the_bits_that_they_have_without_being_reco
         for _ in range(2):
             init_chunk_handler(None, None, 1)
             found = run(model, source())
-            stats = step_end()
-            assert stats is not None
+            stats = ended_step()
             assert_bits(expected, found)
     assert stats.saved == BLOCKS
     assert_empty(manager)

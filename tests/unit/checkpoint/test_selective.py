@@ -24,6 +24,7 @@ from offload import (
 )
 from offload.device.sim import ExecutorName
 from offload.transfer.block import BlockState
+from tests.loops import ended_step
 from tests.unit.checkpoint.regions import (
     BLOCKS,
     CALLS,
@@ -178,8 +179,7 @@ def test_under_autocast_the_products_are_kept_in_its_dtype(manager: PipelineOffl
     expected = cast(plain)
     init_chunk_handler(None, None, 1)
     assert_bits(expected, cast(kept))
-    stats = step_end()
-    assert stats is not None
+    stats = ended_step()
     assert stats.spill_bytes == BLOCKS * FC1_BYTES // 2
 
 
@@ -248,8 +248,7 @@ def test_an_operator_with_several_outputs_keeps_them_all_with_their_strides(
     loss.backward()
     assert_bits(expected, [loss.detach(), *gradients(blocks, x)])
     del loss
-    stats = step_end()
-    assert stats is not None
+    stats = ended_step()
     logsumexp_bytes = 4 * ROWS * 2
     assert (stats.saved, stats.spill_bytes) == (2 * BLOCKS, BLOCKS * (INPUT_BYTES + logsumexp_bytes))
     assert stats.restore_bytes == stats.spill_bytes
@@ -272,8 +271,7 @@ def test_outputs_of_a_wrapper_subclass_leave_by_their_inner_tensors(manager: Pip
     expected = grads(plain)
     init_chunk_handler(None, None, 1)
     assert_bits(expected, grads(kept))
-    stats = step_end()
-    assert stats is not None
+    stats = ended_step()
     assert (stats.saved, stats.spill_bytes, stats.restored) == (2, 2 * INPUT_BYTES, 2)
 
 

@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from offload.device.base import Device, HostMemory, Lane
 from offload.device.sim import POISON, SimDevice
 from offload.errors import HazardError, HostBudgetError
+from tests.threads import run_all
 
 BLOCK = 4096
 
@@ -292,10 +293,7 @@ def test_threads_may_spill_at_the_same_time() -> None:
             wrong.append(error)
 
     threads = [threading.Thread(target=work, args=(value,)) for value in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_all(threads)
     assert wrong == []
 
 

@@ -11,6 +11,7 @@ import torch
 from offload.errors import HostBudgetError, PoolError
 from offload.memory.arena import Block, HostArena
 from offload.memory.loans import POLLS_PER_LOAN
+from tests.threads import run_all
 from tests.unit.memory.fakes import KIB, PAGE_BYTES, PIECE, FakeDevice, FakeEvent, arena_on, taken
 
 
@@ -208,10 +209,7 @@ def test_threads_share_an_arena_without_sharing_bytes(arena: HostArena) -> None:
             (arena.give_back_later if round_number % 2 else arena.give_back)(block, None)
 
     threads = [threading.Thread(target=work, args=(value,)) for value in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_all(threads)
     assert failures == []
     assert arena.stats().lent == 0
 

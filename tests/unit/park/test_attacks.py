@@ -15,6 +15,7 @@ import offload
 from offload.errors import CaptureError, OffloadError
 from offload.optim import FSDPGPUOptimizerWrapper
 from offload.park.parked import Parked
+from tests.threads import run_all
 from tests.unit.park.states import WIDTH, Net, engine_of, in_training, same, state_of, train
 
 X = torch.ones(2, WIDTH)
@@ -74,10 +75,7 @@ def test_threads_that_park_and_wake_at_once_leave_one_state() -> None:
             handles[-1].wake()
 
     threads = [threading.Thread(target=turn) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    run_all(threads)
     assert len({*map(id, handles)}) == 1
     handles[0].wake()
     assert same(state_of(model, optimizer), state_of(plain, other))

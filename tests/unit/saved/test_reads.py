@@ -15,6 +15,7 @@ from offload.device.sim import ExecutorName
 from offload.errors import StaleHandleError
 from offload.transfer.block import BlockState
 from offload.transfer.layout import WeakStorage
+from tests.threads import run_all
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
 
 KIB = 1024
@@ -150,14 +151,10 @@ def test_two_threads_may_read_two_graphs_at_the_same_time(seed: int) -> None:
             outputs.append(chain(x).sum())
     rig.leave()
     threads = [threading.Thread(target=output.backward) for output in outputs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_all(threads)
     for x in inputs:
         assert_equal_bits(gradients(chain, [x]), [x.grad])  # type: ignore[list-item]
     threads.clear()
-    del thread
     outputs.clear()
     assert rig.end().restored == 2 * CHAIN_SAVES
 

@@ -21,6 +21,7 @@ from offload.transfer.limits import (
     Limits,
 )
 from tests.inside import caps_of
+from tests.threads import run_all
 
 KIB = 1024
 
@@ -181,10 +182,7 @@ def test_many_threads_that_contribute_and_end_leave_what_the_last_ones_left() ->
             share.end()
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_all(threads)
     assert (limits.device_limit_bytes, limits.held_by("device_limit_bytes")) == (1299, "kept 0")
 
 

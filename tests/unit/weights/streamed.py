@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.apply import Applied
@@ -19,6 +18,7 @@ from offload.device.sim import ExecutorName
 from offload.engine import OffloadEngine
 from offload.optim import HybridDeviceOptimizer
 from offload.weights.stream import WeightStream
+from tests import nets
 from tests.inside import streaming_of, streams_from
 from tests.optim_pair import Overlap
 from tests.unit.groups.stack import build_manager, installed
@@ -30,32 +30,16 @@ BLOCK_BYTES = 2 * 2 * WIDTH * WIDTH * 4
 Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
-class Block(nn.Module):
+class Block(nets.Block):
     def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        super().__init__(WIDTH)
 
 
-class Model(nn.Module):
+class Model(nets.Stack):
     """reentrant: of checkpoints around its blocks; None for none."""
 
     def __init__(self, blocks: int = BLOCKS, reentrant: bool | None = None) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(WIDTH, 3)
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor, skip: tuple[int, ...] = ()) -> Tensor:
-        x = self.embed(x)
-        for number, layer in enumerate(self.layers):
-            if number not in skip:
-                x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
-        return self.head(x)
+        super().__init__(Block, blocks, WIDTH, 3, reentrant)
 
 
 def squares(model: nn.Module, x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from offload.optim import HybridDeviceOptimizer
 from offload.optim.touch import AwaitedGradient, AwaitedWeight
 from offload.weights.watched import StreamedGradient, StreamedWeight
 from tests.inside import gradients_of, streams_from
+from tests.threads import run_all
 from tests.unit.groups.stack import build_manager, installed
 from tests.unit.weights.streamed import ROWS, WIDTH, Model, Pair, squares
 
@@ -654,10 +655,7 @@ def test_two_models_in_two_threads() -> None:
                     squares(model, x).backward()
 
         threads = [threading.Thread(target=run, args=(each,)) for each in (pair, second)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_all(threads)
         second.check_gradients()
         second.handle.remove()
 
@@ -676,10 +674,7 @@ def test_one_model_in_two_threads() -> None:
                 pair.model(x).sum().backward()
 
         threads = [threading.Thread(target=run, args=(xs[number::2],)) for number in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_all(threads)
         for x in xs:
             pair.plain(x).sum().backward()
         pair.check_gradients()

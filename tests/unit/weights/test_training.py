@@ -23,6 +23,7 @@ from offload.device.sim import ExecutorName
 from offload.errors import CaptureError, OffloadError
 from offload.weights import readers
 from tests.inside import streaming_of
+from tests.threads import run_all
 from tests.unit.weights.streamed import BLOCK_BYTES, BLOCKS, ROWS, WIDTH, Model, Pair, squares, streamed
 
 
@@ -437,10 +438,7 @@ def test_threads_that_evaluate_one_model_beside_each_other() -> None:
                 wrong.append(error)
 
         threads = [threading.Thread(target=evaluate, args=(number,)) for number in range(len(inputs))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_all(threads)
         assert wrong == []
 
 
@@ -549,10 +547,7 @@ def test_threads_that_train_evaluate_and_read_one_model_beside_each_other() -> N
                 wrong.append(error)
 
         threads = [threading.Thread(target=often, args=(what,)) for what in (evaluate, differentiate, read)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_all(threads)
         assert wrong == []
 
 
