@@ -19,8 +19,6 @@ from offload import OffloadEngine
 from offload.device.sim import ExecutorName, SimDevice
 from offload.optim import HybridDeviceOptimizer
 
-__all__ = ["EXECUTORS", "OVERLAPS", "Loop", "Overlap", "assert_same", "copies", "hybrid", "torchs", "twins"]
-
 Overlap = Literal["step", "forward", "backward"]
 OVERLAPS: tuple[Overlap, ...] = ("step", "forward", "backward")
 EXECUTORS: tuple[ExecutorName, ...] = ("late", "early", "random")
@@ -28,6 +26,23 @@ EXECUTORS: tuple[ExecutorName, ...] = ("late", "early", "random")
 Make = Callable[..., Optimizer]
 Loop = Callable[[Make], Sequence[Tensor]]
 """Makes its optimizers by what it is given, of a module or of parameters; returns what must not differ."""
+
+
+def net() -> nn.Sequential:
+    """The same weights each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 24))
+
+
+def backward(model: nn.Module, number: int) -> None:
+    """Of the batch of this number."""
+    x = torch.randn(4, 24, generator=torch.Generator().manual_seed(number))
+    model(x).square().sum().backward()
+
+
+def settled(optimizer: Any) -> None:
+    """Weights that return beside the next forward are there."""
+    getattr(optimizer, "synchronize_parameters", lambda: None)()
 
 
 def torchs(of: nn.Module | Sequence[Tensor], cls: type[Optimizer] = AdamW, **options: Any) -> Optimizer:

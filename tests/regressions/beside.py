@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import offload
 from tests.ticks import counted_time
 
-__all__ = ["MODES", "MOVING", "RECOMPUTING", "WIDTH", "assert_beside", "differing", "run", "wide"]
+__all__ = ["MODES", "MOVING", "RECOMPUTING", "WIDTH", "assert_beside", "differing", "run", "squared", "wide"]
 
 MOVING: tuple[Any, ...] = ("groups", True, "legacy", "disk", "watermark")
 RECOMPUTING: tuple[Any, ...] = ("hidden_states", "selective", "auto")
@@ -25,6 +25,12 @@ Step = Callable[[nn.Module, int], Any]
 
 def wide(rows: int = 12) -> Tensor:
     return torch.randn(rows, WIDTH)
+
+
+def squared(model: nn.Module, number: int) -> Tensor:
+    loss = model(wide()).square().mean()
+    loss.backward()
+    return loss.detach()
 
 
 def run(

@@ -23,15 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import offload
-from tests.regressions.beside import RECOMPUTING, WIDTH, assert_beside, run, wide
+from tests.regressions.beside import RECOMPUTING, WIDTH, assert_beside, run, squared, wide
 
 ROWS = 12
-
-
-def squared(model: nn.Module, number: int) -> Tensor:
-    loss = model(wide()).square().mean()
-    loss.backward()
-    return loss.detach()
 
 
 def stacked(block: Callable[[], nn.Module]) -> Callable[[], nn.Module]:

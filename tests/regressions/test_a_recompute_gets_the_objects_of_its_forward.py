@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import offload
 from offload import OffloadError
-from tests.regressions.beside import RECOMPUTING, WIDTH, assert_beside, differing, run, wide
+from tests.regressions.beside import RECOMPUTING, WIDTH, assert_beside, differing, run, squared, wide
 
 MODES = ("checkpoint", *RECOMPUTING)
 
@@ -49,12 +49,6 @@ class Tagging(nn.Module):
             x = layer(x, mask)
         self.calls += 1
         return x
-
-
-def squared(model: nn.Module, number: int) -> Tensor:
-    loss = model(wide()).square().mean()
-    loss.backward()
-    return loss.detach()
 
 
 @pytest.mark.parametrize("since", [0, 4])

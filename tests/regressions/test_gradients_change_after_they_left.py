@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from offload import OffloadError
-from tests.optim_pair import Overlap, assert_same, copies, torchs, twins
+from tests.optim_pair import Overlap, assert_same, copies, settled, torchs, twins
 
 EXACT: tuple[Overlap, ...] = ("step", "forward")
 BUCKETS = (1024, 2048, 1 << 20)
@@ -134,7 +134,7 @@ def loop_with(backward: Backward, steps: int = 6) -> Callable[..., list[Tensor]]
             backward(model, number)
             optimizer.step()
             optimizer.zero_grad()
-        getattr(optimizer, "synchronize_parameters", lambda: None)()  # gradients are the story here
+        settled(optimizer)  # gradients are the story here
         return copies(model)
 
     return loop
@@ -190,7 +190,7 @@ def test_7_a_scaler_that_only_unscales_has_its_gradients_counted(overlap: Overla
             optimizer.step()
             scaler.update()
             optimizer.zero_grad()
-        getattr(optimizer, "synchronize_parameters", lambda: None)()
+        settled(optimizer)
         return copies(model)
 
     assert_same(loop, SGD, overlap=overlap, shares=(1.0,))

@@ -27,23 +27,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from offload.device.sim import SimDevice
 from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
-from tests.optim_pair import OVERLAPS, Overlap, assert_same, copies, hybrid
+from tests.optim_pair import OVERLAPS, Overlap, assert_same, backward, copies, hybrid, net, settled
 
 FRACTIONS = [0.0, 0.5, 1.0]
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 24))
-
-
-def backward(model: nn.Module, number: int) -> None:
-    x = torch.randn(4, 24, generator=torch.Generator().manual_seed(number))
-    model(x).square().sum().backward()
-
-
-def settled(optimizer: Any) -> None:
-    getattr(optimizer, "synchronize_parameters", lambda: None)()
 
 
 def loop_with(

@@ -20,19 +20,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from offload import FSDPGPUOptimizerWrapper
 from offload.optim import HybridDeviceOptimizer
-from tests.optim_pair import assert_same, copies, hybrid, torchs
+from tests.optim_pair import assert_same, backward, copies, hybrid, net, settled, torchs
 
 Change = Callable[[nn.Sequential, Optimizer], None]
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 24))
-
-
-def backward(model: nn.Module, number: int) -> None:
-    x = torch.randn(4, 24, generator=torch.Generator().manual_seed(number))
-    model(x).square().sum().backward()
 
 
 def loop_with(change: Change, *, at: int = 3, before_step: bool = False) -> Callable[..., list[Tensor]]:
@@ -49,7 +39,7 @@ def loop_with(change: Change, *, at: int = 3, before_step: bool = False) -> Call
                 change(model, optimizer)
             optimizer.step()
             optimizer.zero_grad()
-        getattr(optimizer, "synchronize_parameters", lambda: None)()  # weights' readers are another story
+        settled(optimizer)  # weights' readers are another story
         return copies(model)
 
     return loop
@@ -253,7 +243,7 @@ def test_10_a_model_may_become_channels_last_after_the_optimizer_was_built() -> 
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        getattr(optimizer, "synchronize_parameters", lambda: None)()
+        settled(optimizer)
         return copies(model)
 
     assert_same(loop)
@@ -272,7 +262,7 @@ def test_10_muon_is_exact_or_refused_by_name() -> None:
             backward(model, number)
             optimizer.step()
             optimizer.zero_grad()
-        getattr(optimizer, "synchronize_parameters", lambda: None)()
+        settled(optimizer)
         return copies(model)
 
     try:

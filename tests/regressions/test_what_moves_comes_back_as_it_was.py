@@ -17,15 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import offload
-from tests.regressions.beside import MODES, MOVING, WIDTH, assert_beside, differing, run, wide
+from tests.regressions.beside import MODES, MOVING, WIDTH, assert_beside, differing, run, squared, wide
 
 ROWS, LONG, FEW = 12, 100, 31
-
-
-def squared(model: nn.Module, number: int) -> Tensor:
-    loss = model(wide()).square().mean()
-    loss.backward()
-    return loss.detach()
 
 
 def blocks(block: Callable[[], nn.Module], number: int = 4) -> Callable[[], nn.Module]:
