@@ -30,8 +30,6 @@ from offload import OffloadConfig, PipelineOffloadManager, configure, group_comm
 from parallel.transformer import Block, TransformerConfig, TransformerStage, build_stage_module
 from tests.loops import local
 
-__all__ = ["ALONE", "CASES", "Case", "Compared", "check", "check_tables", "compared", "run_alone"]
-
 TOKENS, SEQUENCES, MICROBATCHES, STEPS = 32, 2, 2, 2
 MARKS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2")
 MODEL = TransformerConfig(

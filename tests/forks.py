@@ -22,8 +22,6 @@ from torch.distributed import TCPStore
 
 from tests.ranks import context_of
 
-__all__ = ["Ended", "Fork", "forked", "forked_ranks", "run_forked"]
-
 LONG_S = 120.0
 """Seconds; a loaded machine is slow, not wrong."""
 

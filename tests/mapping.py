@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["address_space"]
-
 
 @contextmanager
 def address_space(more_bytes: int) -> Iterator[None]:

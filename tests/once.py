@@ -18,8 +18,6 @@ from filelock import FileLock
 
 from tests.ranks import run_ranks
 
-__all__ = ["made_once", "run_ranks_once"]
-
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Any:
     """What `make` returns, given an empty folder. Its first caller does the work; the other workers, which

@@ -29,8 +29,6 @@ from torch.optim import Optimizer
 from offload.optim import HybridDeviceOptimizer
 from tests.optim_suites import FRACTIONS
 
-__all__ = ["PACKAGES", "classes_of", "found_of"]
-
 PACKAGES = ("pytorch_optimizer", "timm.optim", "schedulefree", "prodigyopt", "torchao.optim")
 STEPS, RESUMED = 6, 3
 

@@ -36,21 +36,6 @@ from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
 from tests.loops import local
 
-__all__ = [
-    "RECIPE",
-    "STEPS",
-    "Case",
-    "Net",
-    "Seen",
-    "backward",
-    "build",
-    "engine_for",
-    "hybrid",
-    "same_bits",
-    "trained",
-    "whole",
-]
-
 STEPS, WIDTH, BAD_STEP = 4, 33, 2
 RECIPE: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 

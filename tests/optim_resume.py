@@ -26,8 +26,6 @@ from torch.optim import AdamW, Optimizer
 from offload.optim import HybridDeviceOptimizer
 from tests.optim_ranks import RECIPE, Case, backward, build, engine_for, hybrid, same_bits, whole
 
-__all__ = ["resumed"]
-
 Load = Callable[[nn.Module, Optimizer], None]
 
 

@@ -23,8 +23,6 @@ from torch.optim import Optimizer
 
 from offload.optim import HybridDeviceOptimizer
 
-__all__ = ["FRACTIONS", "bits_that_differ", "torchs_cases"]
-
 FRACTIONS = (0.0, 0.5, 1.0)
 STEPS, RESUMED = 6, 3
 

@@ -6,8 +6,6 @@ from typing import cast
 
 from offload.policy.actions import Action, Kind
 
-__all__ = ["parse_action"]
-
 
 def parse_action(text: str) -> Action:
     """`3F1` -> Action("F", 3, 1), the inverse of str(action)."""

@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-__all__ = ["context_of", "run_ranks"]
-
 GRACE_S = 5.0
 """After a rank has failed, how long the others may take to fail by themselves, so that their tracebacks are
 told too."""

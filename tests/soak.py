@@ -28,19 +28,6 @@ from offload.device import Device
 from offload.memory.arena import HostArena
 from parallel.transformer import TransformerConfig, TransformerStage, build_stage_module
 
-__all__ = [
-    "PERIOD",
-    "Shape",
-    "Training",
-    "build_manager",
-    "census",
-    "differences",
-    "living",
-    "resident_bytes",
-    "shapes",
-    "small_slabs",
-]
-
 PERIOD = 50
 """Steps, after which the shapes come again."""
 

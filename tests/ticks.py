@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-__all__ = ["counted_time"]
-
 _TICK_S = 2e-5
 """About what a small operator takes on the host."""
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["ROOT", "install", "passed"]
-
 ROOT = Path(__file__).resolve().parents[1]
 
 

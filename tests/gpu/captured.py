@@ -19,8 +19,6 @@ from offload import backward_record, forward_record
 from parallel.transformer import TransformerConfig, TransformerStage, build_stage_module
 from tests.gpu.workbench import DEVICE, NAMES, SEQUENCES, TOKENS, WIDTH
 
-__all__ = ["SHAPE", "ByHand", "Model", "eager", "numbers", "parameters_of", "pool_bytes", "stages"]
-
 SHAPE = (SEQUENCES, TOKENS, WIDTH)
 
 Model = Callable[[Tensor], Tensor]

@@ -15,8 +15,6 @@ import torch
 from offload.device import CopyPair, Event, Lane
 from offload.device.cuda import CudaDevice, CudaLane
 
-__all__ = ["POISON", "WidenedDevice", "cycles_of", "sleep"]
-
 POISON = 0xA5
 """The value of every byte of a new buffer. As a float32 it is -2.9e-16, which no test saves."""
 

@@ -26,20 +26,6 @@ from offload.device import Device
 from offload.device.cuda import CudaDevice
 from parallel.transformer import TransformerConfig, TransformerStage, build_stage_module
 
-__all__ = [
-    "DEVICE",
-    "NAMES",
-    "Action",
-    "Program",
-    "Result",
-    "assert_same_bits",
-    "bits",
-    "build_manager",
-    "installed",
-    "one_f_one_b",
-    "plain_forward",
-]
-
 DEVICE = torch.device("cuda")
 NAMES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act", "mlp_fc2")
 SEQUENCES, TOKENS, WIDTH = 2, 128, 128

@@ -20,15 +20,6 @@ import torch
 
 from tests.forks import forked
 
-__all__ = [
-    "NOT_IMPORTABLE",
-    "needs_megatron",
-    "on_the_cpu",
-    "package",
-    "reports_of",
-    "without_transformer_engine",
-]
-
 NOT_IMPORTABLE = 77
 SLOW_START = 240.0
 

@@ -21,8 +21,6 @@ from packaging.requirements import Requirement
 
 from tests.once import made_once
 
-__all__ = ["ROOT", "environment_of", "run_each", "run_in", "wheel_of"]
-
 ROOT = Path(__file__).resolve().parents[2]
 _BUILT = ("offload", "parallel", "moe")
 _FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")

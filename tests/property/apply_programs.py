@@ -21,8 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.unit.groups.stack import EXECUTORS
 from tests.unit.modules.training import seeded
 
-__all__ = ["Program", "Run", "programs"]
-
 ROWS, WIDTH = 6, 8
 KINDS = ("mlp", "batch norm", "attention", "counter", "function")
 RESIDUALS = ("inside", "outside", "in place", "none")

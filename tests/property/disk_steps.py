@@ -15,8 +15,6 @@ from offload.disk.stored import Stored
 from offload.disk.tier import DiskTier
 from offload.disk.worker import Job, Worker
 
-__all__ = ["DiskMode", "SteppedWorker", "step_disk"]
-
 DiskMode = Literal["late", "early", "random"]
 
 

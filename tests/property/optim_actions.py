@@ -25,8 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.property.optim_world import MASTER, WIDTH, World, batch
 
-__all__ = ["ACTIONS", "Kind", "of_kind", "play"]
-
 Kind = Literal["backward", "again", "gradients", "hidden", "step", "zero", "between", "view", "tied"]
 """backward: makes final gradients. again: several backwards, or hooks. gradients: written so that a version
 counter moves. hidden: so that none does. step, zero. between: weights, state, groups. view: of a weight,

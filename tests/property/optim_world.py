@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["MASTER", "WIDTH", "Layers", "Mastered", "World", "batch"]
-
 WIDTH = 9
 MASTER = "master_param"
 

@@ -25,8 +25,6 @@ from offload.device import CopyPair, Event, Lane
 from offload.device.sanitizer import polled
 from offload.device.sim import SimDevice
 
-__all__ = ["SanitizedDevice", "sanitized"]
-
 
 class SanitizedDevice(SimDevice):
     """Its copies are kernels that read and write device memory, as `copy_` is; its events are known by a

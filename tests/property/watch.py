@@ -24,8 +24,6 @@ from offload.transfer.admission import Priority
 from offload.transfer.block import BlockState, DeviceBlock, Transfer
 from offload.transfer.layout import WeakStorage, bytes_of
 
-__all__ = ["Watch"]
-
 
 class Watch:
     """Stands between an engine and the callers of its transfers."""

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 import offload
 from tests.ticks import counted_time
 
-__all__ = ["MODES", "MOVING", "RECOMPUTING", "WIDTH", "assert_beside", "differing", "run", "squared", "wide"]
-
 MOVING: tuple[Any, ...] = ("groups", True, "legacy", "disk", "watermark")
 RECOMPUTING: tuple[Any, ...] = ("hidden_states", "selective", "auto")
 MODES = MOVING + RECOMPUTING

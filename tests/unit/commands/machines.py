@@ -10,8 +10,6 @@ from offload.commands.gpus import Gpu
 from offload.commands.machine import Host, Pcie
 from offload.policy.actions import Rates
 
-__all__ = ["PCIE_5", "gpu", "host", "rates", "tree"]
-
 PCIE_5 = Pcie(5, 16, 5, 16)
 
 

@@ -12,8 +12,6 @@ from torch.optim import AdamW, Optimizer
 from offload.device.sim import ExecutorName, SimDevice
 from offload.engine import OffloadEngine
 
-__all__ = ["WIDTH", "Net", "engine_of", "in_training", "same", "state_of", "train"]
-
 WIDTH = 16
 
 
