@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from offload import PipelineOffloadManager
 from tests.unit.groups.stack import build_manager, installed
+from tests.unit.saved.rig import Rig
 
 
 @pytest.fixture
@@ -52,3 +53,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def rig() -> Rig:
+    """An engine on a simulated device, with chunks and groups opened by hand."""
+    return Rig()

@@ -100,8 +100,7 @@ def test_the_figures_of_a_step_are_exact() -> None:
     assert rig.engine.last_stats is stats
 
 
-def test_steps_are_counted_and_each_has_figures_of_its_own() -> None:
-    rig = Rig()
+def test_steps_are_counted_and_each_has_figures_of_its_own(rig: Rig) -> None:
     for step, length in enumerate((3, 1, 2)):
         with rig.group():
             y = chain(leaf(), length)
@@ -151,8 +150,7 @@ def test_an_empty_step_reports_zeros() -> None:
 
 
 # -- leftovers -----------------------------------------------------------------------------------------------
-def test_leftovers_are_dropped_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig()
+def test_leftovers_are_dropped_with_one_warning(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     with rig.group():
         y = chain(leaf(), 3)
     with rig.group(leaves=False):
@@ -170,8 +168,7 @@ def test_leftovers_are_dropped_with_one_warning(caplog: pytest.LogCaptureFixture
     del y, z
 
 
-def test_a_step_that_ran_its_backward_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig()
+def test_a_step_that_ran_its_backward_warns_of_nothing(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     with rig.group():
         y = chain(leaf(), 3)
     y.backward()
@@ -199,8 +196,7 @@ def test_a_leftover_leaves_nothing_behind_wherever_its_bytes_are(when: str) -> N
     rig.end()
 
 
-def test_ten_steps_with_a_leftover_each_hold_no_more_than_one() -> None:
-    rig = Rig()
+def test_ten_steps_with_a_leftover_each_hold_no_more_than_one(rig: Rig) -> None:
     outputs = []
     held = set()
     for _ in range(10):
@@ -212,8 +208,7 @@ def test_ten_steps_with_a_leftover_each_hold_no_more_than_one() -> None:
     assert held.pop()[1] == 4 * KIB
 
 
-def test_figures_of_a_dead_graph_do_not_reach_into_the_next_step() -> None:
-    rig = Rig()
+def test_figures_of_a_dead_graph_do_not_reach_into_the_next_step(rig: Rig) -> None:
     with rig.group():
         y = chain(leaf(), 3)
     rig.leave()
@@ -275,8 +270,7 @@ def test_closing_drops_what_is_left_and_returns_every_pinned_byte(caplog: pytest
     del y
 
 
-def test_closing_while_a_forgotten_chunk_is_alive_is_an_error_and_unpins_nothing() -> None:
-    rig = Rig()
+def test_closing_while_a_forgotten_chunk_is_alive_is_an_error_and_unpins_nothing(rig: Rig) -> None:
     with rig.group():
         y = chain(leaf(), 1)
     rig.leave()
@@ -290,8 +284,7 @@ def test_closing_while_a_forgotten_chunk_is_alive_is_an_error_and_unpins_nothing
     rig.engine.close()
 
 
-def test_an_engine_may_be_used_again_after_it_was_closed() -> None:
-    rig = Rig()
+def test_an_engine_may_be_used_again_after_it_was_closed(rig: Rig) -> None:
     x = leaf()
     for _ in range(2):
         with rig.group():

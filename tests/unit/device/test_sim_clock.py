@@ -20,6 +20,11 @@ def device_of(executor: ExecutorName = "clock") -> SimDevice:
     return SimDevice(executor=executor, d2h_gb_s=BLOCK / 1e9, h2d_gb_s=BLOCK / 2e9)
 
 
+@pytest.fixture
+def device() -> SimDevice:
+    return device_of()
+
+
 def leave(device: SimDevice, block: torch.Tensor, source: torch.Tensor) -> SimEvent:
     device.wait(device.d2h, device.record(device.compute), "spill")
     device.copy(device.d2h, [(block, source)])
@@ -53,8 +58,7 @@ def test_what_compute_waits_for_is_the_stall(executor: ExecutorName) -> None:
     assert device.stall_s == 0.75, "it has passed"
 
 
-def test_a_restore_starts_after_its_spill_and_both_directions_run_at_once() -> None:
-    device = device_of()
+def test_a_restore_starts_after_its_spill_and_both_directions_run_at_once(device: SimDevice) -> None:
     blocks = device.host_memory(2 * BLOCK, BLOCK).pieces
     source, buffer = torch.zeros(BLOCK, dtype=torch.uint8), device.empty(BLOCK)
     first = leave(device, blocks[0], source)
@@ -69,8 +73,7 @@ def test_a_restore_starts_after_its_spill_and_both_directions_run_at_once() -> N
     assert device.elapsed_ms(first, restored) == 2000.0
 
 
-def test_nothing_starts_before_it_is_issued() -> None:
-    device = device_of()
+def test_nothing_starts_before_it_is_issued(device: SimDevice) -> None:
     block, buffer = device.host_memory(BLOCK, BLOCK).pieces[0], torch.zeros(BLOCK, dtype=torch.uint8)
     device.compute_for(5.0)
     device.copy(device.h2d, [(buffer, block)])  # waits for nothing
@@ -94,16 +97,14 @@ def test_a_chunk_restored_one_action_ahead_hides_and_one_asked_for_at_its_reader
     assert stalls == {False: 2.0, True: 0.0}
 
 
-def test_a_blocked_host_is_told_apart_from_a_stall() -> None:
-    device = device_of()
+def test_a_blocked_host_is_told_apart_from_a_stall(device: SimDevice) -> None:
     block, source = device.host_memory(BLOCK, BLOCK).pieces[0], torch.zeros(BLOCK, dtype=torch.uint8)
     event = leave(device, block, source)
     device.synchronize(event)
     assert (device.now_s, device.stall_s, device.blocked_s) == (1.0, 0.0, 1.0)
 
 
-def test_an_event_of_the_clock_passes_by_time_even_if_its_copy_ran_early() -> None:
-    device = device_of()
+def test_an_event_of_the_clock_passes_by_time_even_if_its_copy_ran_early(device: SimDevice) -> None:
     block, first, second = (
         device.host_memory(BLOCK, BLOCK).pieces[0],
         *torch.zeros(2, BLOCK, dtype=torch.uint8).unbind(),
@@ -115,8 +116,7 @@ def test_an_event_of_the_clock_passes_by_time_even_if_its_copy_ran_early() -> No
     assert device.poll(event)
 
 
-def test_compute_lanes_have_times_of_their_own_and_their_waits_are_no_stall() -> None:
-    device = device_of()
+def test_compute_lanes_have_times_of_their_own_and_their_waits_are_no_stall(device: SimDevice) -> None:
     side = device.new_compute_lane("side")
     with device.use_lane(side):
         device.compute_for(2.0)
@@ -126,8 +126,7 @@ def test_compute_lanes_have_times_of_their_own_and_their_waits_are_no_stall() ->
     assert (device.now_s, device.stall_s) == (2.0, 0.0)
 
 
-def test_time_is_told_only_between_timed_events_that_have_passed() -> None:
-    device = device_of()
+def test_time_is_told_only_between_timed_events_that_have_passed(device: SimDevice) -> None:
     block, source = device.host_memory(BLOCK, BLOCK).pieces[0], torch.zeros(BLOCK, dtype=torch.uint8)
     start, plain = device.record(device.compute, timed=True), device.record(device.compute)
     end = leave(device, block, source)

@@ -54,28 +54,29 @@ class Desk:
         return [int(entry.split()[1]) for entry in self.run() if entry.startswith("step")]
 
 
-def test_of_the_ready_buckets_the_one_that_the_forward_needs_first_is_taken() -> None:
-    desk = Desk()
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_of_the_ready_buckets_the_one_that_the_forward_needs_first_is_taken(desk: Desk) -> None:
     desk.put(3, 2, 1, 0)  # as a backward makes them
     desk.ready = {0, 1, 2, 3}
     assert desk.steps() == [0, 1, 2, 3]
 
 
-def test_while_none_is_ready_they_are_taken_as_they_came() -> None:
-    desk = Desk()
+def test_while_none_is_ready_they_are_taken_as_they_came(desk: Desk) -> None:
     desk.put(3, 2, 1, 0)
     assert desk.steps() == [3, 2, 1, 0]
 
 
-def test_one_that_becomes_ready_meanwhile_goes_past_those_that_wait() -> None:
-    desk = Desk()
+def test_one_that_becomes_ready_meanwhile_goes_past_those_that_wait(desk: Desk) -> None:
     desk.put(4, 3, 2, 1, step=lambda place: desk.ready.update({1, 2} if place == 4 else {}))
     assert desk.steps() == [4, 1, 2, 3]
 
 
-def test_a_parameter_that_is_begun_is_ended_first() -> None:
+def test_a_parameter_that_is_begun_is_ended_first(desk: Desk) -> None:
     """Its gradient takes memory until then. What it ends with another one in begins nothing."""
-    desk = Desk()
     desk.parameters = {3: (20, 30), 4: (30, 30), 5: (30, 40), 6: (40, 40)}
     desk.ready = {3, 4, 5, 6}
     desk.put(6, 5, 4, 3, 2, 1, step=lambda place: desk.ready.update({1, 2} if place == 3 else {}))
@@ -110,20 +111,18 @@ def test_a_failure_before_the_choice_ends_one_of_them() -> None:
     assert desk.run() == ["done 1", "done 0"]
 
 
-def test_each_is_done_also_where_asking_whether_one_is_ready_fails() -> None:
+def test_each_is_done_also_where_asking_whether_one_is_ready_fails(desk: Desk) -> None:
     """CUDA repeats the error of a broken context at every question: the thread died of it, and whoever waited
     for a bucket hung."""
-    desk = Desk()
     desk.lost = True
     desk.put(2, 1, 0)
     assert desk.run() == ["done 2", "done 1", "done 0"]
     assert "the device is lost" in str(desk.worker.error)
 
 
-def test_no_more_is_asked_than_a_choice_needs() -> None:
+def test_no_more_is_asked_than_a_choice_needs(desk: Desk) -> None:
     """A model of 7 G parameters has 440 buckets, and a question costs the thread that trains the lock of the
     interpreter."""
-    desk = Desk()
     desk.ready = set(range(50))
     desk.put(*range(50))
     assert desk.steps() == list(range(50))

@@ -131,9 +131,8 @@ def test_what_one_graph_fetches_ahead_another_graph_fetches_for_itself() -> None
     rig.end()
 
 
-def test_nothing_is_fetched_before_its_forward_is_complete() -> None:
+def test_nothing_is_fetched_before_its_forward_is_complete(rig: Rig) -> None:
     """A prefetch once brought back, inside a forward, what that forward had just sent out."""
-    rig = Rig()
     with rig.group():
         y = chain(leaf(), 3)
     rig.leave()
@@ -173,8 +172,7 @@ def test_a_prefetch_keeps_within_the_device_limit() -> None:
     assert stats.device_bytes_peak == 2 * KIB
 
 
-def test_what_is_still_alive_is_not_fetched() -> None:
-    rig = Rig()
+def test_what_is_still_alive_is_not_fetched(rig: Rig) -> None:
     x = leaf()
     with rig.group():
         y = x.sin()
@@ -239,8 +237,7 @@ def test_part_of_a_restored_piece_may_die_unread() -> None:
     rig.end()
 
 
-def test_blocks_given_back_by_a_finaliser_are_lent_again() -> None:
-    rig = Rig()
+def test_blocks_given_back_by_a_finaliser_are_lent_again(rig: Rig) -> None:
     for _ in range(5):
         rig.chunk()
         y = gone(2, rig)
@@ -318,8 +315,7 @@ def test_a_reader_on_another_compute_lane_gets_a_copy_of_its_own(executor: Execu
     rig.end()
 
 
-def test_that_copy_is_not_the_buffer_and_both_lanes_are_ordered() -> None:
-    rig = Rig()
+def test_that_copy_is_not_the_buffer_and_both_lanes_are_ordered(rig: Rig) -> None:
     value = torch.randn(ELEMENTS)
     expected = value.clone()
     with rig.group():
@@ -402,8 +398,7 @@ def test_without_an_audit_nothing_is_checked() -> None:
     rig.end()
 
 
-def test_a_restore_may_be_asked_for_by_hand() -> None:
-    rig = Rig()
+def test_a_restore_may_be_asked_for_by_hand(rig: Rig) -> None:
     y = gone(2, rig)
     transfer = rig.transfers.restore(rig.blocks(), Priority.BACKGROUND)
     assert transfer is not None

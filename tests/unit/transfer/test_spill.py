@@ -226,8 +226,7 @@ def test_a_second_commit_sends_nothing_twice() -> None:
 
 
 # -- lives ---------------------------------------------------------------------------------------------------
-def test_the_source_lives_until_compute_is_ordered_after_its_copy() -> None:
-    rig = Rig()
+def test_the_source_lives_until_compute_is_ordered_after_its_copy(rig: Rig) -> None:
     with rig.group():
         y = (leaf() * 2).sin()
     (record,) = rig.blocks()
