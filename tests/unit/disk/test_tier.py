@@ -95,7 +95,8 @@ def test_tensors_go_to_the_file_and_come_back_with_their_bits(executor: Any, tmp
     rig.engine.close()
 
 
-def test_a_step_without_a_disk_has_no_figures_of_one(rig: Rig) -> None:
+def test_a_step_without_a_disk_has_no_figures_of_one() -> None:
+    rig = Rig()
     gradients(sines, leaves(2), rig)
     stats = rig.end()
     assert (stats.disk_write_bytes, stats.disk_read_bytes, stats.disk_bytes_peak) == (0, 0, 0)
