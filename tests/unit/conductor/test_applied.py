@@ -74,8 +74,7 @@ def test_with_memory_enough_every_block_is_found_as_without_a_conductor(frozen: 
     device copies run as late as they can, so that everything is in flight for as long as it can be."""
     with streamed(frozen=frozen, conductor=True) as pair:
         pair.train(steps=4)
-        figures = pair.handle.weights
-        assert figures is not None
+        figures = pair.figures
         assert figures.hits > 0
         assert figures.misses == 0
 
@@ -86,7 +85,7 @@ def test_with_a_host_that_is_ahead_every_block_of_three_kinds_is_found(
     """No copy that was issued is seen to pass, as where the device is a step behind."""
     with streamed(mode="hidden_states", min_numel=1, conductor=True) as pair:
         pair.train(steps=3)
-        conductor, figures = pair.handle.conductor, pair.handle.weights
+        conductor, figures = pair.handle.conductor, pair.figures
         assert conductor is not None
         assert figures is not None
         before = conductor.counts.denials, figures.misses

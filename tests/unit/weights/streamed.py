@@ -17,6 +17,7 @@ from offload.apply import Applied
 from offload.device.sim import ExecutorName
 from offload.engine import OffloadEngine
 from offload.optim import HybridDeviceOptimizer
+from offload.weights.figures import WeightFigures
 from offload.weights.stream import WeightStream
 from tests import nets
 from tests.inside import streaming_of, streams_from
@@ -61,6 +62,12 @@ class Pair:
     @property
     def stream(self) -> WeightStream:
         return streaming_of(self.handle)
+
+    @property
+    def figures(self) -> WeightFigures:
+        """The handle's, of streamed weights."""
+        assert self.handle.weights is not None
+        return self.handle.weights
 
     @property
     def present_bytes(self) -> int:

@@ -80,8 +80,7 @@ def test_gradients_have_the_bits_of_resident_experts(
     placement: dict[str, Any] = {"experts_mode": "checkpoint"} if nth % 2 else {}
     with mixtures(Model(checkpoints, **placement), executor=executor) as pair:
         train(pair)
-        assert pair.handle.weights is not None
-        assert pair.handle.weights.expert_weights == 2 * LAYERS
+        assert pair.figures.expert_weights == 2 * LAYERS
 
 
 def test_what_nobody_routes_to_does_not_cross_the_link() -> None:
@@ -115,8 +114,7 @@ def test_experts_with_the_most_tokens_stay() -> None:
             used = {expert for expert, mean in enumerate(each.tokens) if mean > 1}
             assert used <= kept or kept <= used
             assert used
-        assert pair.handle.weights is not None
-        figures = pair.handle.weights
+        figures = pair.figures
         assert figures.expert_misses * 10 <= figures.expert_hits
 
 
@@ -563,7 +561,7 @@ def test_small_matrices_and_modules_of_torch_come_with_their_block() -> None:
 def test_the_figures_are_told() -> None:
     with mixtures() as pair:
         train(pair, 4)
-        text, figures = str(pair.handle.explain()), pair.handle.weights
+        text, figures = str(pair.handle.explain()), pair.figures
         assert figures is not None
         assert f"{2 * LAYERS} weights stream by the expert" in text
         assert figures.expert_hits + figures.expert_misses > 0

@@ -85,8 +85,7 @@ def test_a_loop_has_the_bits_of_plain_torch_and_fetches_no_block_more(
     with streamed(executor=executor, weights=weights) as pair:
         optimizers = pair.with_state_on_host(overlap, cpu_share=share)
         pair.train(5, optimizers=optimizers)
-        figures = pair.handle.weights
-        assert figures is not None
+        figures = pair.figures
         if overlap == "step":  # else a block whose step is not issued yet is fetched late, in another's place
             # as where all is frozen: the blocks that a pass used last are there for the next one
             assert figures.in_bytes == 2 * (BLOCKS - stay) * BLOCK_BYTES

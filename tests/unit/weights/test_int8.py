@@ -86,7 +86,7 @@ def test_steps_have_the_bits_of_the_expanded_weights(executor: Any, reentrant: b
 @pytest.mark.parametrize("weights", ["host", "12kB", "20kB", "1MB"])
 def test_int8_crosses_the_link_and_the_window_holds_it(weights: str) -> None:
     with int8(weights=weights) as pair:
-        residency, figures = pair.stream.residency, pair.handle.weights
+        residency, figures = pair.stream.residency, pair.figures
         device: Any = residency.device
         pair.train(3)
         assert device.d2h.copied_bytes == BLOCKS * INT8_BYTES  # of apply
@@ -381,7 +381,7 @@ def test_after_dequantize_the_write_is_torchs(write: Any) -> None:
         write(plain)
         pair.train(2)
         assert pair.stream.blocks[1].link_bytes == pair.stream.blocks[1].nbytes
-        assert pair.handle.weights.int8_bytes == (BLOCKS - 1) * INT8_BYTES
+        assert pair.figures.int8_bytes == (BLOCKS - 1) * INT8_BYTES
 
 
 def test_reading_into_another_tensor_is_no_write() -> None:

@@ -203,8 +203,7 @@ def test_tied_and_shared_weights_adapters_and_small_ones_are_resident_and_said(m
     layers[5].up.lora_A = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
     layers[5].register_buffer("links", torch.eye(3).to_sparse(), False)  # of no storage
     with streamed(model) as pair:
-        figures = pair.handle.weights
-        assert figures is not None
+        figures = pair.figures
         assert {why: number for why, (number, _) in figures.resident.items()} == {
             "smaller than 256 elements": 23,
             "tied, or of a module that is used in two places": 2,

@@ -52,8 +52,7 @@ def test_a_loop_has_the_bits_of_plain_torch(
 def test_it_goes_with_every_mode_of_activations(mode: Any, frozen: bool) -> None:
     with streamed(frozen=frozen, mode=mode, min_numel=33) as pair:  # no biases
         pair.train(steps=6)
-        assert pair.handle.weights is not None
-        assert pair.handle.weights.misses == 0
+        assert pair.figures.misses == 0
         assert pair.stream.residency.present_bytes_peak == 2 * BLOCK_BYTES
 
 
@@ -101,14 +100,13 @@ def test_in_a_settled_step_clean_blocks_are_dropped_and_each_turn_keeps_what_it_
     count = 8
     with streamed(Model(count), frozen=True) as pair:
         pair.train(1)
-        figures = pair.handle.weights
-        assert figures is not None
+        figures = pair.figures
         # nobody had foretold a block; the last two of the forward were there for the backward
         assert (figures.misses, figures.hits) == (2 * count - 2, 2)
         pair.train(1)
-        first_ms = pair.handle.weights.stall_ms  # of the step before
+        first_ms = pair.figures.stall_ms  # of the step before
         pair.train(2)
-        figures = pair.handle.weights
+        figures = pair.figures
         assert first_ms > figures.stall_ms > 0
         assert (figures.misses, figures.hits) == (0, 2 * count)
         report = pair.handle.report()
@@ -124,8 +122,7 @@ def test_in_a_settled_step_clean_blocks_are_dropped_and_each_turn_keeps_what_it_
 def test_trained_weights_go_back_once_after_their_step(options: dict[str, Any]) -> None:
     with streamed() as pair:
         pair.train(5, optimizers=pair.optimizers(**options))
-        assert pair.handle.weights is not None
-        assert pair.handle.weights.out_bytes == BLOCKS * BLOCK_BYTES
+        assert pair.figures.out_bytes == BLOCKS * BLOCK_BYTES
         assert pair.stream.residency.present_bytes_peak == 2 * BLOCK_BYTES
 
 
@@ -159,8 +156,7 @@ def test_another_order_is_loaded_when_it_comes_and_learned_again() -> None:
         optimizers = pair.optimizers()
         for skip in ((), (1, 2), (5,), (0,), (), (3,)):
             pair.train(3, lambda model, x, skip=skip: model(x, skip).square().sum(), optimizers)
-            assert pair.handle.weights is not None
-            assert pair.handle.weights.misses == 0, skip
+            assert pair.figures.misses == 0, skip
 
 
 def test_evaluation_in_between() -> None:
@@ -467,8 +463,7 @@ def test_two_models_and_one_that_is_dropped() -> None:
 def test_so_many_bytes_are_on_the_device_and_no_more(weights: str) -> None:
     with streamed(weights=weights) as pair:
         pair.train(6)
-        figures = pair.handle.weights
-        assert figures is not None
+        figures = pair.figures
         limit = float(weights.removesuffix("kB")) * 1e3
         assert pair.present_bytes <= pair.stream.residency.present_bytes_peak <= limit
         assert figures.misses == 0
@@ -477,8 +472,7 @@ def test_so_many_bytes_are_on_the_device_and_no_more(weights: str) -> None:
 def test_weights_that_all_fit_come_once() -> None:
     with streamed(weights="24.6kB") as pair:
         pair.train(4)
-        assert pair.handle.weights is not None
-        assert (pair.handle.weights.kept_blocks, pair.handle.weights.in_bytes) == (BLOCKS, 0)
+        assert (pair.figures.kept_blocks, pair.figures.in_bytes) == (BLOCKS, 0)
 
 
 def test_a_graph_is_not_captured_over_streamed_blocks() -> None:
