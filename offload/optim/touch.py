@@ -135,8 +135,10 @@ def await_all(found: Any) -> None:
 
 
 def _make_plain(tensor: Tensor) -> None:
+    kind = type(tensor)  # once: another thread may make it plain meanwhile
     vars(tensor).pop(_OWNER, None)
-    tensor.__class__ = type(tensor).__bases__[-1]
+    if issubclass(kind, _Awaited):
+        tensor.__class__ = kind.__bases__[-1]
 
 
 _READ_BELOW = (nn.MultiheadAttention, nn.TransformerEncoderLayer)

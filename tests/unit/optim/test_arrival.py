@@ -18,7 +18,7 @@ from torch.optim import AdamW, Optimizer
 
 from offload.device.sim import ExecutorName
 from offload.optim import HybridDeviceOptimizer
-from offload.optim.touch import AwaitedWeight
+from offload.optim.touch import AwaitedWeight, _make_plain, watch
 from tests.unit.optim.rig import assert_same_bits, backward, engine, hybrid, net, train
 
 WIDTH = 32
@@ -282,3 +282,19 @@ def test_a_closed_optimizer_leaves_the_model_without_a_hook_of_its_own(model: nn
     train(model, optimizer, 1)
     optimizer.close()
     assert hooks() == 0
+
+
+def test_a_tensor_that_another_thread_has_made_plain_keeps_its_class() -> None:
+    """Two threads that touched one tensor both made it plain: a Parameter became a Tensor, and a Tensor an
+    error of the interpreter."""
+
+    class Nobody:
+        def await_weights(self, indices: Any) -> None: ...
+
+    for tensor in (nn.Parameter(torch.ones(2)), torch.ones(2)):
+        kind, owner = type(tensor), Nobody()
+        watch(tensor, owner)
+        assert type(tensor) is not kind
+        for _ in range(2):
+            _make_plain(tensor)
+            assert type(tensor) is kind
