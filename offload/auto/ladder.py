@@ -223,7 +223,7 @@ class Ladder:
         self.trace.shift(more_bytes)
         self.state, self.follows_plan, self._looks = State.RULE, False, 0
         self.tried, self._queue, self._rivals, self._rival = {}, [], [0, 1, 2], None
-        self._has_tried_plan, self._before = False, None
+        self._has_tried_plan, self._before, self._waited = False, None, 0
         self._offset = max(0.0, self._offset)
         aim = self.total_bytes * _FIRST_AIM - self._offset
         moves, by_kind = _WAYS[self._at]

@@ -226,16 +226,19 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
 
 def _adopted(manager: GroupsManager) -> PipelineOffloadManager:
     """The manager, which has the sources' names from now on, and so have its chunks and their groups."""
-    if not isinstance(manager, PipelineOffloadManager):
-        with manager.engine.lock:
-            manager = _renamed(manager, PipelineOffloadManager)
-            manager.begin_names()
-            for chunk in manager._handlers.values():
-                handler = _renamed(chunk, ChunkOffloadHandler)
-                handler.begin_names(manager.cpu_tensor_pool, manager)
-                for group in chunk.groups:
-                    _renamed(group, OffloadTensorGroup).begin_names(None, manager.engine.device)
-    return manager
+    if isinstance(manager, PipelineOffloadManager):
+        return manager
+    with manager.engine.lock:
+        if isinstance(manager, PipelineOffloadManager):  # by another thread meanwhile
+            return manager
+        adopted = _renamed(manager, PipelineOffloadManager)
+        adopted.begin_names()
+        for chunk in adopted._handlers.values():
+            handler = _renamed(chunk, ChunkOffloadHandler)
+            handler.begin_names(adopted.cpu_tensor_pool, adopted)
+            for group in chunk.groups:
+                _renamed(group, OffloadTensorGroup).begin_names(None, adopted.engine.device)
+    return adopted
 
 
 def _renamed(found: object, kind: type[T]) -> T:
