@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from offload.policy.rule import Cost, Rule, Trace, fitting, peak_bytes
 from offload.policy.splits import Loads, Split, all_of, device_bytes, least_of, shared, step_s
@@ -31,7 +32,7 @@ _TRIED = 8
 class SharedPlan:
     """What is on the device, of what there is. plain: blocks that are not recomputed, of `blocks`. moves:
     inputs of the others leave. compute_s: forwards and backwards without recomputes; step_s: all of it.
-    peak_bytes: active at most."""
+    peak_bytes: active at most. host_bytes: pinned, of kinds that wait there in part or in whole."""
 
     loads: Loads
     split: Split
@@ -43,6 +44,7 @@ class SharedPlan:
     waits_s: float
     optimizer_s: float
     peak_bytes: int
+    host_bytes: int
 
     @property
     def step_s(self) -> float:
@@ -122,6 +124,13 @@ class _Work:
         stays = peak_bytes(trace, self.costs, Rule(moves=False)) <= total
         return fitting(trace, self.costs, total, moves=not stays)
 
+    def host_bytes(self, split: Split) -> int:
+        """A kind that waits there in part has a place there for all of it, but for gradients' window."""
+        loads = self.loads
+        weights = loads.weights if split.weights < loads.weights else 0
+        state = loads.state if split.state < loads.state else 0
+        return weights + state + (0 if split.gradients else loads.gradients)
+
     def recompute_s(self, rule: Rule) -> float:
         """Of all blocks that the rule recomputes."""
         return self.microbatches * sum(
@@ -152,6 +161,7 @@ class _Work:
         if (rule := self.rule(nbytes)) is None:
             return None
         ((waits_s, _),) = self.weights_at([max(split.weights, self.loads.least_weights)])
+        inputs = sum(piece.input_bytes for piece in self.layers) if rule.moves else 0
         kernels_s = sum(piece.trained for piece in self.pieces) / self.job.gpu.optimizer_rate
         return SharedPlan(
             loads=self.loads,
@@ -164,12 +174,13 @@ class _Work:
             waits_s=waits_s if split.weights < self.loads.weights else 0.0,
             optimizer_s=max(kernels_s, step_s(self.loads, split, self.both)),
             peak_bytes=round(peak_bytes(self.trace(nbytes), self.costs, rule)),
+            host_bytes=self.host_bytes(split) + inputs,
         )
 
 
 def plan_of_all_kinds(job: Job, stages: Sequence[Stage]) -> SharedPlan | int:
-    """The split and the rule with the shortest step within the job's total; where nothing fits, the least
-    bytes that would. Raises ValueError for more than one GPU."""
+    """The split and the rule with the shortest step within the job's total; where nothing fits the device,
+    the least bytes that would. Raises ValueError for more than one GPU, and where the host has too little."""
     work = _Work(job, stages)
     least_bytes = device_bytes(work.loads, least_of(work.loads))
 
@@ -178,8 +189,21 @@ def plan_of_all_kinds(job: Job, stages: Sequence[Stage]) -> SharedPlan | int:
         return None if rule is None else work.recompute_s(rule)
 
     found = shared(work.loads, least_of(work.loads), work.both, work.weights_at, recompute_s)
-    splits = [all_of(work.loads), *(split for _, split in found[:_TRIED])]
-    plans = [plan for split in splits if (plan := work.plan_of(split)) is not None]
-    if not plans:
-        return round(peak_bytes(work.trace(least_bytes), work.costs, Rule(moves=True)))
-    return min(plans, key=lambda plan: (plan.step_s, plan.peak_bytes))
+    every = (
+        plan for split in (all_of(work.loads), *(each for _, each in found)) if (plan := work.plan_of(split))
+    )
+    plans, least_host = list[SharedPlan](), inf
+    for plan in every:
+        least_host = min(least_host, plan.host_bytes)
+        if job.host_bytes is None or plan.host_bytes <= job.host_bytes:
+            plans.append(plan)
+        if len(plans) > _TRIED:
+            break
+    if plans:
+        return min(plans, key=lambda plan: (plan.step_s, plan.peak_bytes))
+    if least_host < inf:
+        raise ValueError(
+            f"--host-gb is {(job.host_bytes or 0) / 1e9:g}, and the shares that fit the device pin at least "
+            f"{least_host / 1e9:.1f} GB"
+        )
+    return round(peak_bytes(work.trace(least_bytes), work.costs, Rule(moves=True)))

@@ -90,6 +90,7 @@ def kinds_lines(job: Job, plan: SharedPlan | int) -> list[str]:
         f"waits for weights {plan.waits_s:.3f}, optimizer {plan.optimizer_s:.3f}",
         *(f"{name}: {here / GB:.2f} GB on the device, of {all_of / GB:.2f}" for name, here, all_of in rows),
         f"activations: {plan.plain} of {plan.blocks} blocks plain, inputs of the others {inputs}",
+        f"host: {plan.host_bytes / GB:.1f} GB pinned",
         f"fits: {plan.peak_bytes / GB:.1f} of {total}",
     ]
 

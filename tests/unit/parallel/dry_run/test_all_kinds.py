@@ -24,7 +24,9 @@ SHAPE = ModelShape(
 
 
 @cache
-def planned(total_gb: float, tokens: int = 16384, lora: int = 0) -> SharedPlan | int:
+def planned(
+    total_gb: float, tokens: int = 16384, lora: int = 0, host_gb: float | None = None
+) -> SharedPlan | int:
     job = Job(
         model=SHAPE,
         gpu=gpu_named("h200"),
@@ -33,6 +35,7 @@ def planned(total_gb: float, tokens: int = 16384, lora: int = 0) -> SharedPlan |
         optimizer_bytes=4,
         lora=lora,
         device_total_bytes=round(total_gb * GB),
+        host_bytes=None if host_gb is None else round(host_gb * GB),
     )
     return plan_of_all_kinds(job, stages_of_job(job))
 
@@ -62,7 +65,10 @@ def test_more_memory_is_never_slower_and_all_of_it_is_left_alone_where_it_fits()
     last = fits(149)
     assert last.split == Split(last.loads.weights, True, last.loads.state)
     assert last.plain == last.blocks
-    assert last.recompute_s == last.waits_s == 0.0
+    assert last.recompute_s == last.waits_s == last.host_bytes == 0
+    small = fits(24)
+    away = small.loads.weights + small.loads.state + small.loads.gradients
+    assert small.host_bytes == away + 28 * 16384 * 3584 * 2
 
 
 def test_what_does_not_fit_says_the_least_that_would() -> None:
@@ -70,6 +76,15 @@ def test_what_does_not_fit_says_the_least_that_would() -> None:
     assert isinstance(least, int)
     assert isinstance(planned(0.99 * least / GB), int)
     assert fits(1.01 * least / GB).peak_bytes <= 1.01 * least
+
+
+def test_the_host_bounds_what_may_wait_there() -> None:
+    found = planned(24, host_gb=45)
+    assert isinstance(found, SharedPlan)
+    assert found.host_bytes <= 45 * GB < fits(24).host_bytes
+    assert found.step_s >= fits(24).step_s
+    with pytest.raises(ValueError, match=r"--host-gb is 10, and the shares that fit the device pin at least"):
+        planned(24, host_gb=10)
 
 
 def test_adapters_alone_have_gradients_and_state() -> None:
