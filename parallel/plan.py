@@ -45,6 +45,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if given.plot is not None:
             picture.require_matplotlib()  # said before a long job is planned
+        if given.all_kinds and given.plot is not None:
+            raise ValueError("--plot draws a pipeline's step, of which --all-kinds makes none: leave one out")
+        if given.all_kinds and given.offload not in ("off", "auto"):
+            raise ValueError(
+                f"--offload {given.offload} beside --all-kinds, which is mode auto: leave one out"
+            )
         job = _job(given)
         stages = stages_of_job(job)
         if given.all_kinds:
@@ -66,8 +72,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _all_kinds(given: argparse.Namespace, job: Job, plan: SharedPlan | int) -> int:
-    if given.plot is not None:
-        raise ValueError("--plot draws a pipeline's step, of which --all-kinds makes none: leave one out")
     as_json = {"least_bytes": plan} if isinstance(plan, int) else report.kinds_json(plan)
     print(json.dumps(as_json, indent=1) if given.json else "\n".join(report.kinds_lines(job, plan)))
     return DOES_NOT_FIT if isinstance(plan, int) else FITS

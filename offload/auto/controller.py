@@ -472,7 +472,7 @@ class Auto(Client):
 
 
 def _pins(of: Callable[[], OffloadEngine | None], by: Callable[[], Ladder | None], nbytes: int) -> bool:
-    """As Ladder.pins."""
+    """Pin host memory for so many bytes of inputs, a part of it beside each step: `Ladder.pins`."""
     engine, ladder = of(), by()
     if engine is None or ladder is None or not engine.device.pins:
         return True

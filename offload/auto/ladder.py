@@ -23,6 +23,9 @@ from typing import NamedTuple
 from tabulate import tabulate
 
 from offload.policy.rule import Cost, Rule, Trace, fitting, moved_bytes, peak_bytes
+from offload.telemetry.speaker import speaker
+
+logger = speaker(__name__)
 
 _FIRST_AIM, _AIM = 0.99, 0.998
 """Of the total: before a step under a rule was measured, and since."""
@@ -383,6 +386,7 @@ class Ladder:
                 self._waited += 1
                 if self._waited < _MOST_WAITS:
                     return
+                logger.info("auto: the host has no pinned memory for inputs, which stay on the device")
                 is_rival = False
             self._rivals.pop(0)
             if is_rival:

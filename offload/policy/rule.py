@@ -120,7 +120,8 @@ def peak_bytes(trace: Trace, costs: Mapping[Hashable, Cost], rule: Rule, factor:
 
 
 def moved_bytes(trace: Trace, costs: Mapping[Hashable, Cost], rule: Rule) -> tuple[int, int]:
-    """Of a step under this rule, whose inputs leave: bytes that do, and at most on the host at once."""
+    """Bytes that leave in a step under this rule, whose inputs leave, and the most of them on the host at
+    once."""
     held, moved, most = 0, 0, 0
     for is_forward, chunk, place, _ in trace.seen:
         if not rule.is_plain(chunk, place):

@@ -396,8 +396,8 @@ class WeightStream(Client):
                 self._plan_with(self._step)
 
     def planned(self, limits: Sequence[int]) -> list[tuple[float, int]] | None:
-        """Of a step within each of these limits, by calculation: seconds that compute waits for weights, and
-        their bytes on the device, which may be fewer. None before a step was measured."""
+        """Seconds of a step that compute waits for weights within each of these limits, by calculation, and
+        the weights' bytes on the device, which may be fewer. None before a step was measured."""
         step, least = self._step, least_window(self._sizes)
         if step is None:
             return None

@@ -30,9 +30,13 @@ _TRIED = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPlan:
-    """What is on the device, of what there is. plain: blocks that are not recomputed, of `blocks`. moves:
-    inputs of the others leave. compute_s: forwards and backwards without recomputes; step_s: all of it.
-    peak_bytes: active at most. host_bytes: pinned, of kinds that wait there in part or in whole."""
+    """The shares that were chosen.
+
+    loads, split: bytes of each kind, and what of them is on the device. plain: blocks that are not
+    recomputed, of `blocks`. moves: inputs of the others leave. compute_s: forwards and backwards without
+    recomputes; step_s: all of it. peak_bytes: active at most. host_bytes: pinned, of kinds that wait there in
+    part or in whole.
+    """
 
     loads: Loads
     split: Split

@@ -10,12 +10,13 @@ import pytest
 
 from offload.parallel import plan
 from offload.parallel.dry_run.job import Job, stages_of_job
-from offload.parallel.dry_run.kinds import SharedPlan, plan_of_all_kinds
+from offload.parallel.dry_run.kinds import SharedPlan, _Work, plan_of_all_kinds
 from offload.parallel.dry_run.models import ModelShape
 from offload.parallel.dry_run.rates import gpu_named
 from offload.parallel.dry_run.reference import Cut
 from offload.parallel.orders import orders_of
-from offload.policy.splits import Split
+from offload.policy.rule import Rule, peak_bytes
+from offload.policy.splits import Split, device_bytes, step_s
 
 GB = 10**9
 SHAPE = ModelShape(
@@ -23,11 +24,8 @@ SHAPE = ModelShape(
 )
 
 
-@cache
-def planned(
-    total_gb: float, tokens: int = 16384, lora: int = 0, host_gb: float | None = None
-) -> SharedPlan | int:
-    job = Job(
+def job_of(total_gb: float, tokens: int = 16384, lora: int = 0, host_gb: float | None = None) -> Job:
+    return Job(
         model=SHAPE,
         gpu=gpu_named("h200"),
         cut=Cut(sequence=tokens),
@@ -37,6 +35,13 @@ def planned(
         device_total_bytes=round(total_gb * GB),
         host_bytes=None if host_gb is None else round(host_gb * GB),
     )
+
+
+@cache
+def planned(
+    total_gb: float, tokens: int = 16384, lora: int = 0, host_gb: float | None = None
+) -> SharedPlan | int:
+    job = job_of(total_gb, tokens, lora, host_gb)
     return plan_of_all_kinds(job, stages_of_job(job))
 
 
@@ -57,6 +62,31 @@ def test_a_step_is_within_a_twentieth_of_what_an_h200_took(
     found = fits(total_gb, tokens, lora)
     assert found.step_s == pytest.approx(measured_s, rel=0.05)
     assert found.peak_bytes <= total_gb * GB
+
+
+@pytest.mark.parametrize(
+    ("part", "rule", "measured_s", "measured_gb"),
+    [
+        (0.0, Rule({0: frozenset(range(28))}, moves=False), 2.3951, 93.53),
+        (0.0, Rule(moves=True), 2.7504, None),
+        (0.5, Rule(moves=True), 2.5030, None),
+        (0.5, Rule(moves=False), 2.4629, 28.81),
+    ],
+    ids=["plain, host", "moved, host", "moved, half", "recomputed, half"],
+)
+def test_splits_by_hand_are_near_what_an_h200_took(
+    part: float, rule: Rule, measured_s: float, measured_gb: float | None
+) -> None:
+    """docs/benchmarks.md, "One total ..."; the peak of the first steps where weights are half on the host."""
+    job = job_of(149)
+    work = _Work(job, stages_of_job(job))
+    weights = round(part * work.loads.weights) or work.loads.least_weights
+    split = Split(weights, False, round(part * work.loads.state))
+    ((waits_s, _),) = work.weights_at([weights])
+    took_s = work.compute_s + work.recompute_s(rule) + waits_s + step_s(work.loads, split, work.both)
+    assert took_s == pytest.approx(measured_s, rel=0.07)
+    peak = peak_bytes(work.trace(device_bytes(work.loads, split)), work.costs, rule)
+    assert measured_gb is None or peak == pytest.approx(measured_gb * GB, rel=0.02)
 
 
 def test_more_memory_is_never_slower_and_all_of_it_is_left_alone_where_it_fits() -> None:
@@ -125,6 +155,7 @@ def test_the_command_prints_shares_and_says_whether_it_fits(
         (["--pp", "2", "--microbatches", "4"], "is of one GPU and one stage, not of 2 ranks"),
         (["--lora", "-1"], "--lora is -1"),
         (["--plot", "step.png"], "--all-kinds makes none"),
+        (["--offload", "groups"], "--offload groups beside --all-kinds"),
     ],
 )
 def test_what_it_cannot_plan_is_one_line(
