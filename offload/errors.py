@@ -63,6 +63,11 @@ class WeightFileError(OffloadError, ValueError):
     """A file of weights cannot be read, or does not fit the model; no weight has changed."""
 
 
+class DeviceTotalError(OffloadError):
+    """A step takes more than its `device_total` with every block recomputed. It is raised once, between
+    steps: a loop that catches it trains on past the total."""
+
+
 class GroupOrderError(OffloadError):
     """A group was committed that was never started, or left open."""
 

@@ -39,6 +39,7 @@ from offload.checkpoint.hidden_states import BeforeAgain
 from offload.client import Client
 from offload.device import Device, Event
 from offload.engine import OffloadEngine
+from offload.errors import DeviceTotalError
 from offload.groups.group import HEAD, Cost
 from offload.groups.manager import GroupsManager
 from offload.modules.root import ModelRoot
@@ -99,15 +100,24 @@ class Auto(Client):
         self._clock = _Clock()
         self._offers = 0  # ends at which ranks had no plan
         self.rests = Rests()
+        self._asks_rest = False  # the next forward: whether what is there between steps is within the total
+        self._refusal: str | None = None  # why no step fits, to be raised by the next forward
         self.kinds: Kinds | None = None  # None where all but activations stays where it is
 
     # -- a forward -------------------------------------------------------------------------------------------
     def choose(
         self, root: ModelRoot, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Chosen:
-        """How this call of block `name` of `root` runs. Blocks the host: never."""
+        """How this call of block `name` of `root` runs. Blocks the host: never. Raises DeviceTotalError once,
+        after a step that has shown that none fits."""
         manager = self._manager()
         engine = manager.engine
+        if self._asks_rest:
+            self._asks_rest = False
+            self._refusal = self.memory.rests_too_high(engine.device.active_bytes() - self._gradient_bytes())
+        if self._refusal is not None:
+            text, self._refusal = self._refusal, None
+            raise DeviceTotalError(text)
         self._roots.add(root)
         before = self._attached()
         if before is not engine:
@@ -350,6 +360,8 @@ class Auto(Client):
         if self._measured == 2 and (is_unknown or (is_over and not ladder.rule.moves)):
             ladder.rule, self._measured = Rule(moves=ladder.rule.moves or is_over), 1
         elif self._measured == 1:
+            # peers would wait for a rank that raises alone
+            self._asks_rest = self.kinds is None and not calls.peers
             ladder.rule = Rule(moves=bool(calls.peers) or not self._inputs_fit(engine, ladder))
             calls.rule_for = self._rule_for
         if self._measured == 1:
@@ -372,12 +384,16 @@ class Auto(Client):
                 ladder.refuse()
                 ladder.has_no_room = memory.total is not None
                 if ladder.has_no_room:
-                    memory.no_room()
+                    self._refusal = memory.no_room() or self._refusal
                 return False
             ladder.trace = trace
             if not calls.peers:  # which have other room
                 ladder.rule = probes(trace, calls.costs(_kinds_of(trace), _USUAL_LINK), ladder.total_bytes)
         return self._measured == 3
+
+    def _gradient_bytes(self) -> int:
+        weights = (weight for root in self._roots for weight in root.parameters())
+        return sum(local_of(own.grad).nbytes for own in weights if own.grad is not None)
 
     def _inputs_fit(self, engine: OffloadEngine, ladder: Ladder) -> bool:
         """Whether a step has room for its blocks' inputs as well, before an optimizer has made its state: as

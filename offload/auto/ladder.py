@@ -37,8 +37,8 @@ _TURNS = (True, True, False, True, False)
 """Steps of a candidate and of the way that is followed. The candidate's first one, which allocates, does not
 count."""
 
-_HOPELESS = 1.05
-"""Of the way that is followed: a plan whose second and third step take longer is given up at once."""
+_HOPELESS = 1.15, 1.02
+"""Of the way that is followed: a plan is given up at once of which a step takes longer, or every step."""
 
 _MOST_PLAN_STEPS = 14
 """Under plans, until the last one is judged."""
@@ -352,6 +352,8 @@ class Ladder:
                 self.refuse()
                 return
             self._at = 2
+        elif self._at == 2 and facts.stay_fit and facts.fits[2].num_plain <= facts.fits[0].num_plain:
+            self._at = 0  # inputs leave for more plain blocks alone
         rule = facts.fits[self._at]
         if facts.is_over or (self._looks < _LOOKS and rule.num_plain != self.rule.num_plain):
             self.rule = rule
@@ -402,7 +404,8 @@ class Ladder:
         self._plan_steps += 1
         tried, rule_s = self.tried.get("plan"), self.seconds(name_of(self.rule)) or inf
         known = [] if tried is None else tried.seconds[1:]  # in the first step the groups are new
-        if len(known) > 1 and min(known) > _HOPELESS * rule_s:
+        one, each = (share * rule_s for share in _HOPELESS)
+        if any(seconds > one for seconds in known) or (len(known) > 1 and min(known) > each):
             self._end_plan(follows=False)
         elif self._plan_steps >= _MOST_PLAN_STEPS or (facts.plan_is_final and len(known) > 1):
             self._end_plan(follows=self._wins("plan", name_of(self.rule)))

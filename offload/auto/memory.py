@@ -216,15 +216,28 @@ class AutoMemory:
             self._limited = False
             self.share.bound("device_limit_bytes", None)
 
-    def no_room(self) -> None:
-        """The total is less than a step takes that recomputes every block that may be: that is done."""
+    def no_room(self) -> str | None:
+        """The total is less than a step takes that recomputes every block that may be: that is done. Returns
+        what is to be said of it, once."""
         assert self.total is not None
         self.is_measured, self.has_no_room = False, True
-        if self._said.first("no room"):
-            logger.warning(
-                "device_total is %s, and a step takes %s with every block recomputed and its input on the "
-                "host, which is what is done now: nothing is chosen. Give more than that, or fewer tokens a "
-                "forward",
-                bytes_text(self.total.total_bytes),
-                bytes_text(self.total.least_peak_bytes),
-            )
+        if not self._said.first("no room"):
+            return None
+        return (
+            f"device_total is {bytes_text(self.total.total_bytes)}, and a step takes "
+            f"{bytes_text(self.total.least_peak_bytes)} with every block recomputed and its input on the "
+            "host, which is what is done now: nothing is chosen. Give more than that, or fewer tokens a "
+            "forward"
+        )
+
+    def rests_too_high(self, least_bytes: int) -> str | None:
+        """So many bytes are on the device before the first block of step 2, optimizer state included and
+        gradients left out. Where that is more than the total, returns what is to be said of it, once."""
+        if self.total is None or least_bytes <= self.total.total_bytes or not self._said.first("no room"):
+            return None
+        return (
+            f"device_total is {bytes_text(self.total.total_bytes)}, and {bytes_text(least_bytes)} are on the "
+            "device before the first block of step 2, gradients left out: no step fits. Give more "
+            "than that, or move weights, gradients and optimizer state, too: offload.apply(model, "
+            "optimizer=optimizer, mode='auto', device_total=...)"
+        )

@@ -264,7 +264,9 @@ class AutoPlan:
         self._lengths = self.recent.lengths.typical()
         if plan is None:
             self.follow_none()
-            memory.no_room()
+            text = memory.no_room()
+            if text is not None:
+                logger.warning("%s", text)
             return
         self.names = {chunk: list(names) for chunk, names in self._calls.names.items()}
         self.followed, self._calls.levels = plan, plan.levels
@@ -293,6 +295,7 @@ class AutoPlan:
         manager = None if self._started is None else self._started()
         if manager is not None:
             manager.start_from(None)
+            self._started = None
         self._memory.give_limit_back()
         self._memory.share.bound("again_room_bytes", None)
 

@@ -155,6 +155,8 @@ class GroupsManager(OpenScopes, Client):
         self._planner.start_from(plan, most_kept_bytes)
         for handler in list(self._handlers.values()):
             handler.first_leave_bytes = None if plan is None else plan.first_leave_bytes(handler.id)
+            if plan is None:  # what stays was its choice: until a step was seen without it all leaves
+                handler.stays, handler.stays_from = frozenset(), {}
 
     def new_ledger(self) -> Ledger:
         """Figures of the steps that end from now on, for as long as the caller holds it. The next step is

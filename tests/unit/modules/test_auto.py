@@ -3,7 +3,6 @@ computes what it computed before; and the plan follows what was measured."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import offload
 from offload import HostBudgetError, PipelineOffloadManager
 from offload.auto.controller import Auto
 from offload.device.sim import SimDevice
+from offload.errors import DeviceTotalError
 from offload.groups import timed
 from offload.policy.actions import Rates
 from offload.policy.mixture import MixedPlan, choose_keeps
@@ -151,20 +151,21 @@ def test_it_says_what_it_chose(manager: PipelineOffloadManager) -> None:
         assert share.saved_bytes == share.kept_bytes + share.moved_bytes + share.recomputed_bytes
 
 
-def test_a_total_that_leaves_nothing_is_one_warning_with_both_numbers(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_total_that_leaves_nothing_is_one_error_with_both_numbers(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A loop that catches it trains on, every block recomputed."""
     manager.engine.rates = SLOW_LINK
     monkeypatch.setattr(manager.engine.device, "allocator_bytes", lambda: (10_000_000, 10_000_000))
-    with caplog.at_level(logging.WARNING):
-        _, explained = train_auto(build(blocks=LAYERS), "1MB")
-    said = [text for text in caplog.messages if text.startswith("device_total is")]
-    assert len(said) == 1
-    assert "device_total is 1.00 MB, and a step takes 10.00 MB with every block recomputed" in said[0]
-    assert (
-        str(explained)
-        == "auto: device_total leaves no choice: every block is recomputed, and its input moved"
-    )
+    model = build(blocks=LAYERS)
+    with offload.activations(model, "auto", min_numel=1, device_total="1MB") as handle:
+        said = "device_total is 1.00 MB, and a step takes 10.00 MB with every block recomputed"
+        with pytest.raises(DeviceTotalError, match=said):
+            train(model, steps=5)
+        train(model, steps=3)
+        assert str(handle.explain()) == (
+            "auto: device_total leaves no choice: every block is recomputed, and its input moved"
+        )
     assert manager.engine.limits.device_limit_bytes is None
 
 
@@ -277,6 +278,8 @@ def test_the_next_change_of_a_report_is_none_that_mode_auto_refuses(
     monkeypatch.setattr(manager.engine.device, "allocator_bytes", lambda: (10_000_000, 10_000_000))
     model = build(blocks=LAYERS)
     with offload.activations(model, "auto", min_numel=1, device_total="1MB") as handle:
+        with pytest.raises(DeviceTotalError):
+            train(model, steps=5)
         train(model, steps=5)
         assert "leaves no choice" in str(handle.explain())
         report = handle.report()

@@ -3,6 +3,7 @@ real steps were faster with it."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from offload import PipelineOffloadManager
 from offload.auto.ladder import Ended, Facts, Ladder, State
+from offload.errors import DeviceTotalError
 from offload.policy.rule import Cost, Rule, Trace, fitting, peak_bytes
 from tests.unit.groups.stack import build_manager
 from tests.unit.modules.allocated import AllocatedDevice, AllocatedRun, allocated, counting
@@ -146,7 +148,7 @@ def test_the_last_blocks_are_followed_first_and_kinds_where_their_steps_are_fast
     assert world.run() == "{0: frozenset({2, 3})}"
 
 
-@pytest.mark.parametrize(("plan_s", "last"), [(0.9, "plan"), (1.0, "rule"), (1.2, "rule")])
+@pytest.mark.parametrize(("plan_s", "last"), [(0.9, "plan"), (1.0, "rule"), (1.05, "rule"), (1.2, "rule")])
 def test_a_plan_is_followed_only_where_its_steps_are_faster_than_those_of_the_rule(
     plan_s: float, last: str
 ) -> None:
@@ -155,8 +157,9 @@ def test_a_plan_is_followed_only_where_its_steps_are_faster_than_those_of_the_ru
     assert (world.run() == "plan") == (last == "plan")
     assert world.ladder.state is State.SETTLED
     tried = world.ways.count("plan")
-    if plan_s > 1.05:
-        assert tried == 4, "given up once its second and third step are known to be slower"
+    if plan_s > 1.0:
+        most = 3 if plan_s > 1.15 else 4
+        assert tried == most, "given up once its second step, or that and the third, are known to be slower"
 
 
 def test_without_a_total_a_plan_that_is_hardly_slower_is_followed() -> None:
@@ -182,6 +185,16 @@ def test_a_step_that_passes_the_total_has_fewer_plain_blocks_from_then_on() -> N
     assert trace is not None
     assert peak_bytes(trace, COSTS, world.ladder.rule) + 60 <= 1_300
     assert world.ladder.state is State.SETTLED
+
+
+def test_inputs_that_leave_for_no_more_plain_blocks_stay_once_a_step_has_passed_the_total() -> None:
+    world = World(1_200)
+    world.seconds = lambda name: 0.9 if name == "moves" else 1.0
+    assert world.run() == "moves"
+    world.extra_bytes = 100  # beside which as many blocks fit while inputs stay
+    world.run(3)
+    assert world.ladder.state is State.SETTLED
+    assert not world.ladder.rule.moves
 
 
 def test_steps_of_other_lengths_are_compared_with_none_so_the_rule_stays() -> None:
@@ -367,16 +380,42 @@ def test_a_step_with_fewer_microbatches_rests_as_it_was_measured(
     for the first of all."""
     plain_bytes, _ = plain_run(allocated, 3)
     run = allocated(BLOCKS, device_total=halfway(allocated, plain_bytes))
-    run.steps(4, rows=(ROWS, ROWS))
+    run.steps(2, rows=(ROWS, ROWS))
+    with pytest.raises(DeviceTotalError):  # of two microbatches none fits
+        run.steps(1, rows=(ROWS, ROWS))
+    run.steps(2, rows=(ROWS, ROWS))
     run.steps(16)
     assert run.handle is not None
     assert run.handle._auto is not None
     calls, rule = run.handle._auto.calls, run.ladder.rule
     assert run.ladder.state is State.SETTLED
     assert 0 < rule.num_plain < BLOCKS
-    assert len(calls.names) == 2
+    assert len(calls.names) == 3, "the forward that was refused was one, too"
     assert calls.resting[0].keys() == rule.plain[0] - {BLOCKS - 1}
     assert len(calls.names[0, 0]) == BLOCKS, "those that rest among them"
+
+
+def test_a_total_below_what_is_there_between_steps_is_an_error_before_step_2(
+    allocated: Callable[..., AllocatedRun],
+) -> None:
+    """Of Adam's state, which appears with step 1. The loop that catches it goes on with the bits of a run
+    without."""
+    _, weights = plain_run(allocated, 8)
+    run = allocated(BLOCKS, device_total="55kB")
+    run.steps(1)
+    state_bytes = sum(
+        held.nbytes for state in run.optimizer.state.values() for held in state.values() if held.ndim
+    )
+    with pytest.raises(DeviceTotalError, match="before the first block of step 2") as told:
+        run.steps(1)
+    weight_bytes = sum(held.nbytes for held in weights)
+    named = re.search(r"and ([0-9.]+) kB are on", str(told.value))
+    assert named is not None
+    least, most = (state_bytes + weight_bytes) / 1e3, 3 * ROWS * WIDTH * 4 / 1e3  # and the batch
+    assert least <= float(named[1]) <= least + most
+    for number in range(1, 8):
+        run.steps(1, seed=number)
+    assert all(map(torch.equal, run.weights(), weights))
 
 
 def test_a_handle_that_is_removed_while_hooks_rest_leaves_no_hook_of_optimizers(
