@@ -8,12 +8,15 @@ and memory of a training step, each model as its library builds it. One table, o
     python scripts/bench_model.py --models whisper --device-total-gb 9.8 --rows rule,auto,rule,auto
     python scripts/bench_model.py --rows plain,gc,auto --device-total-gb 14 --gradients       a Llama
     python scripts/bench_model.py --config my/config.json --sequence 4096 --batch 2
+    python scripts/bench_model.py --models llama8b --device-total-gb 32 --rows fsdp2,auto_all,trainstream
     python scripts/bench_model.py --models six,own --tiny       on a CPU, for the script's own sake
 
 What the models are: bench/families.py; `six` and `own` are names for several. Rows: `plain`, nothing is
 offloaded; `gc`, the model's own checkpointing; `torch_checkpoint`, torch's non-reentrant checkpoint around
 each block; `rule`, the same around all but the last k blocks, the largest k whose step fits the total, found
-by real steps (bench/rule.py); `auto` and the rest, one line of `offload.apply`.
+by real steps (bench/rule.py); `trl`, `fsdp2` and `trainstream`, other projects (bench/model_peers.py);
+`auto`, `auto_all`, which moves weights, gradients and optimizer state, too, and the rest, one line of
+`offload.apply`.
 
 A step is forward, backward, optimizer.step() and zero_grad(), from a drained device to a drained device, on
 the host's clock. Active bytes are the peak of torch's `active_bytes.all` over a whole step. Each row runs in
@@ -32,6 +35,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +47,7 @@ import offload
 from bench import gradients, model_table
 from bench.families import FAMILIES, GROUPS, LLAMA, Setting
 from bench.measure import Clock
+from bench.model_peers import PEERS, peer
 from bench.rule import Rule
 from bench.run import (
     Run,
@@ -72,9 +77,9 @@ _MODES: dict[str, Any] = {
     "all": True,
 }
 """Rows of `offload.apply` without a total, by their mode."""
-_WITHIN = ("rule", "auto")
+_WITHIN = ("rule", "auto", "auto_all", "trainstream")
 """Rows that have a total."""
-ROWS = ("plain", *_OWN_CHECKPOINTING, "torch_checkpoint", *_MODES, *_WITHIN)
+ROWS = ("plain", *_OWN_CHECKPOINTING, "torch_checkpoint", *PEERS, *_MODES, *_WITHIN[:3])
 _SETTLING, _AUTO_LEAST, _AUTO_MOST, _AUTO_S = 4, 24, 90, 32.0
 """Steps before the timed ones. Of auto, at least so many, then until its plan is final, but no more, and not
 for longer."""
@@ -197,9 +202,13 @@ class Trainer:
         self.clock = Clock(device)
         self.samples: list[dict[str, float]] = []
 
+    around: AbstractContextManager[Any] = nullcontext()
+    """Of each forward and backward."""
+
     def backward(self, number: int = 0) -> None:
         torch.manual_seed(number)
-        self._loss(number).backward()
+        with self.around:
+            self._loss(number).backward()
 
     def step(self, number: int = 0) -> None:
         self.backward(number)
@@ -248,10 +257,15 @@ def _measure(request: ModelRequest) -> dict[str, Any]:
         if request.row == "rule":
             result |= _choose(rule, trainer, request)
         result |= {"blocks": len(rule.blocks), "plain_blocks": rule.num_plain}
+    elif request.row in PEERS:
+        used = peer(request.row, trainer.model, trainer.optimizer, request.total_bytes)
+        trainer.model, trainer.optimizer = used.model, used.optimizer
+        trainer.around = used.around or nullcontext()
     elif request.row != "plain":
-        handle = _apply(trainer.model, request)
+        handle = _apply(trainer, request)
         undo = handle.remove
-    _settle(trainer, handle if request.row == "auto" else None, request)
+    is_auto = request.row in ("auto", "auto_all")
+    _settle(trainer, handle if is_auto else None, request)
     settle = len(trainer.samples)
     trainer.ms_of(request.samples)
     result |= _figures(trainer.samples, settle) | {"hooks": _hooks(trainer.model) - own_hooks}
@@ -260,7 +274,7 @@ def _measure(request: ModelRequest) -> dict[str, Any]:
         result |= {"pinned_held": last["host_bytes"], "pinned_lent_peak": last["host_lent_bytes"]}
         result["engine"] = {"spill_bytes": last["moved_bytes"], "stall_ms": last["stall_ms"]}
         result["report"] = str(handle.report())
-        if request.row == "auto":
+        if is_auto:
             explained = handle.explain()
             result |= {"final": explained.is_final, "explained": str(explained)}
     if request.gradients:
@@ -346,7 +360,8 @@ def _own_checkpointing(model: Any, keywords: dict[str, Any]) -> Callable[[], Non
     raise SkippedError(f"this model has no checkpointing of its own{asked}")
 
 
-def _apply(model: Any, request: ModelRequest) -> offload.Applied:
+def _apply(trainer: Trainer, request: ModelRequest) -> offload.Applied:
+    model: Any = trainer.model
     if request.tiny or request.host_limit_bytes is not None:
         offload.configure(
             offload.OffloadConfig(host_limit_bytes=request.host_limit_bytes),
@@ -354,7 +369,9 @@ def _apply(model: Any, request: ModelRequest) -> offload.Applied:
             print_summary=False,
         )
     smallest: dict[str, Any] = {"min_numel": 1} if request.tiny else {}
-    if request.row == "auto":
+    if request.row.startswith("auto"):
+        if request.row == "auto_all":
+            smallest["optimizer"] = trainer.optimizer
         return offload.apply(model, mode="auto", device_total=f"{request.total_bytes}B", **smallest)
     return offload.apply(model, mode=_MODES[request.row], **smallest)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -440,7 +440,16 @@ OWN = {
     "readme": Family(totals=(0.25, 0.5), make=_readme, optimizer=_readme_optimizer),
 }
 
+LLAMA_8B = LLAMA | {"num_hidden_layers": 32, "vocab_size": 128256, "rope_theta": 500000.0}
+"""Llama 3 8B."""
+
+
+def _llama_8b(setting: Setting) -> Made:
+    return _causal(replace(setting, config=LLAMA_8B, sequence=8192))
+
+
 FAMILIES = {
+    "llama8b": Family(totals=(100, 32), make=_llama_8b),
     "llama": Family(totals=(14, 20), make=_causal, optimizer=_unchanging),
     "config": Family(totals=(14, 20), make=_causal, optimizer=_unchanging),
     **SIX,
