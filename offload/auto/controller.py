@@ -425,15 +425,26 @@ class Auto(Client):
                 if self._offers == _PATIENCE:
                     ladder.no_plan()
             return
-        if found is False or (self.total_bytes is not None and found.predicted_step_s >= rule_s):
-            if found is not False:
-                ladder.tried["plan"] = Tried("plan, as it is predicted", [found.predicted_step_s])
+        if found is False:
             plan.follow_none()
             ladder.no_plan()
-        elif plan.pin(manager.engine, found, _pinned_in(rule_s)):
-            plan.make_if_wanted(manager)
-            if plan.followed is not None:
-                ladder.plan_begins()
+            return
+        engine, held_bytes = manager.engine, manager.engine.arena.held_bytes
+        is_slower = self.total_bytes is not None and found.predicted_step_s >= rule_s
+        has_host = plan.has_host(engine, found)
+        if has_host and not is_slower:
+            if plan.pin(engine, found, _pinned_in(rule_s)):
+                plan.make_if_wanted(manager)
+                if plan.followed is not None:
+                    ladder.plan_begins()
+                return
+            if engine.arena.held_bytes > held_bytes:
+                return  # the rest is pinned beside the next step
+            has_host = False  # others hold it
+        without = "" if has_host else "; the host has no memory for it"
+        ladder.tried["plan"] = Tried(f"plan, as it is predicted{without}", [found.predicted_step_s])
+        plan.follow_none()
+        ladder.no_plan()
 
     def _is_part(self, manager: GroupsManager) -> bool:
         """Whether what has ended may be a part of a step: where ends are guessed."""

@@ -164,6 +164,7 @@ class Ladder:
         self._waited = 0  # steps, for host memory
         self._has_tried_plan = False
         self._plan_steps = 0
+        self._plan_failed = False  # in the step that is ending
         self._before: tuple[str, int] | None = None  # the step before: its way, its inputs' bytes
 
     # -- what the caller asks --------------------------------------------------------------------------------
@@ -255,7 +256,7 @@ class Ladder:
         is_over = step.peak_bytes > self.total_bytes
         if trace is not None and self.costs and (is_over or self.state is not State.SETTLED):
             measured = self.state is not State.MEASURE
-            if step.peak_bytes and measured and not self.follows_plan:
+            if step.peak_bytes and measured and not self._ran_plan:
                 factor = step.input_bytes / max(1, trace.input_bytes)
                 self._offset = step.peak_bytes - peak_bytes(trace, self.costs, self.rule_for(factor), factor)
             aim = self.total_bytes * (_AIM if measured else _FIRST_AIM) - self._offset
@@ -281,6 +282,11 @@ class Ladder:
             has_host,
         )
 
+    @property
+    def _ran_plan(self) -> bool:
+        """Whether the step that is ending followed a plan."""
+        return self.follows_plan or self._plan_failed
+
     def _takes(self, rule: Rule) -> float:
         assert self.trace is not None
         return peak_bytes(self.trace, self.costs, rule)
@@ -294,6 +300,7 @@ class Ladder:
     def ended(self, step: Ended, facts: Facts) -> None:
         """A step has ended; decide how the next one runs. facts: of all ranks that decide together."""
         self._note_time(step, facts)
+        ran_plan, self._plan_failed = self._ran_plan, False
         if self.state is State.MEASURE:
             if facts.fits is not None:
                 self._at = 0 if facts.stay_fit else 2
@@ -303,7 +310,7 @@ class Ladder:
             self._correct(facts)
         elif self.state is State.TRYING:
             self._try(facts)
-        elif self.state is State.SETTLED and facts.is_over and not self.follows_plan:
+        elif self.state is State.SETTLED and facts.is_over and not ran_plan:
             self.state, self._looks = State.RULE, _LOOKS
             self._correct(facts)
 
@@ -318,9 +325,10 @@ class Ladder:
             self.state = State.SETTLED
 
     def plan_fails(self) -> None:
-        """The plan that is followed has no room any more."""
+        """The plan that is followed had no room in the step that is ending."""
         if self.follows_plan:
             self._end_plan(follows=False)
+            self._plan_failed = True
 
     def refuse(self) -> None:
         """A step that recomputes every block passes the total."""
@@ -335,12 +343,13 @@ class Ladder:
             name = self._before[0]
             if name in self.tried:
                 self.tried[name].seconds.append(facts.seconds_before)
-        self._before = self._name, step.input_bytes
+        name = "plan" if self._ran_plan else self._name
+        self._before = name, step.input_bytes
         if facts.plan_is_new:  # of another plan
             self.tried.pop("plan", None)
-        known = self.tried.get(self._name)
+        known = self.tried.get(name)
         seconds = [] if known is None else known.seconds
-        self.tried[self._name] = Tried(self._name, seconds, step.peak_bytes)
+        self.tried[name] = Tried(name, seconds, step.peak_bytes)
 
     def _correct(self, facts: Facts) -> None:
         """The rule by the peak of the step that ran it."""

@@ -313,8 +313,13 @@ class AutoPlan:
 
     def pin(self, engine: OffloadEngine, plan: MixedPlan, most_bytes: int) -> bool:
         """Pin what may wait on the host under the plan, as `pin_free`."""
-        sizes = _sizes_of(plan)
-        return pin_free(engine, kept_peak_bytes(plan.problem.actions, sizes, all_of(sizes)), most_bytes)
+        return pin_free(engine, _host_bytes(plan), most_bytes)
+
+    def has_host(self, engine: OffloadEngine, plan: MixedPlan) -> bool:
+        """Whether the host's budget holds what may wait there under the plan: what finds no memory would stay
+        on the device."""
+        arena = engine.arena
+        return _host_bytes(plan) + arena.lent_bytes <= arena.budget.limit_bytes
 
 
 def pin_free(engine: OffloadEngine, wanted_bytes: int, most_bytes: int) -> bool:
@@ -329,19 +334,20 @@ def pin_free(engine: OffloadEngine, wanted_bytes: int, most_bytes: int) -> bool:
         engine.reserve_host(min(wanted, held + most_bytes))
     except HostBudgetError as error:  # other ranks hold it; what finds no block is counted and said
         logger.info("auto: not all host memory that was planned is pinned: %s", error)
-        return True
+        return False
     return wanted <= held + most_bytes
 
 
-def _sizes_of(plan: MixedPlan) -> dict[ChunkKey, list[GroupSize]]:
-    """What each block saves at its level."""
-    return {
+def _host_bytes(plan: MixedPlan) -> int:
+    """Of what each block saves at its level, the most at once."""
+    sizes = {
         chunk: [
             GroupSize("", block.menu[level].saved_bytes)
             for block, level in zip(blocks, plan.levels[chunk], strict=True)
         ]
         for chunk, blocks in plan.problem.blocks.items()
     }
+    return kept_peak_bytes(plan.problem.actions, sizes, all_of(sizes))
 
 
 def measure_link(engine: OffloadEngine) -> None:

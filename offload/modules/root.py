@@ -40,6 +40,7 @@ from offload.modules.hooks import CallsUnderWay, output_tensors
 from offload.modules.peak import BACKWARD, HEAD, PeakWatch
 from offload.modules.settings import checkpoints_off, is_checkpointing
 from offload.modules.steps import Root, Steps
+from offload.saved.chunk import SavedChunk
 from offload.saved.handles import Handle
 from offload.saved.hooks import InstalledScope, admits_hooks, inside_checkpoint
 from offload.telemetry.speaker import Once, speaker
@@ -122,6 +123,7 @@ class ModelRoot(Root):
         self._expects_checkpoints = False
         self._begun = 0  # forwards since the last step's end
         self._ran: set[str] = set()
+        self._alone: tuple[SavedChunk, set[str]] | None = None  # a forward without the model, and its blocks
         self._said = Once()
         self._registered: weakref.ref[GroupsManager] | None = None
         self._ends_without = 0  # a forward, since apply()
@@ -233,8 +235,21 @@ class ModelRoot(Root):
         """The forward of a block begins, outside of any backward."""
         if self._here.running == 0:
             self.runs_inside = False
-            self._begin_chunk(may_end=name in self._ran)
+            self._note_alone(name)
         self._ran.add(name)
+
+    def _note_alone(self, name: str) -> None:
+        """A block is called without the model, as where a loss calls an inner model. Blocks that follow one
+        another so are one forward, until one comes again or what they saved is read."""
+        handler = self.manager().active_handler()
+        if self._alone is not None and handler is not None:
+            saved, names = self._alone
+            if handler.saved is saved and not saved.readable and name not in names:
+                names.add(name)
+                return
+        self._begin_chunk(may_end=name in self._ran)
+        handler = self.manager().active_handler()
+        self._alone = None if handler is None else (handler.saved, {name})
 
     @property
     def has_checkpoints(self) -> bool:
@@ -249,6 +264,8 @@ class ModelRoot(Root):
         """It is over."""
         if name != self._last:
             return
+        if self._here.running == 0:
+            self.manager().end_inferred_forward()
         if not self._everything:
             self.takes = False
         if self._here.running and not self.peak.is_over:
@@ -291,7 +308,7 @@ class ModelRoot(Root):
         if self.end_seen:
             self.peak.step_ends()
         ran, begun = self._ran | self.resting, self._begun
-        self._ran, self._begun = set(), 0
+        self._ran, self._begun, self._alone = set(), 0, None
         if self.forwards == 0:
             self._ends_without += self.end_seen
             # a closure runs its first forward inside the first step()

@@ -18,6 +18,7 @@ from offload.errors import DeviceTotalError
 from offload.policy.rule import Cost, Rule, Trace, fitting, peak_bytes
 from tests.unit.groups.stack import build_manager
 from tests.unit.modules.allocated import AllocatedDevice, AllocatedRun, allocated, counting
+from tests.unit.modules.linked import RATE
 from tests.unit.modules.training import ROWS, WIDTH
 
 __all__ = ["allocated"]
@@ -160,6 +161,25 @@ def test_a_plan_is_followed_only_where_its_steps_are_faster_than_those_of_the_ru
     if plan_s > 1.0:
         most = 3 if plan_s > 1.15 else 4
         assert tried == most, "given up once its second step, or that and the third, are known to be slower"
+
+
+def test_a_plan_that_passes_the_total_says_nothing_of_the_rule() -> None:
+    """It was taken for the rule's own peak, so the rule was refused."""
+    world = World()
+    world.plan_s = 0.9
+    world.run(3)
+    while not world.ladder.follows_plan:
+        world.step()
+    before = world.ladder.rule
+    world.step()
+    world.ladder.plan_fails()
+    step = Ended(2 * world.ladder.total_bytes, 1_000, 0.9)
+    world.ladder.ended(step, world.ladder.facts(step))
+    assert world.ladder.state is State.SETTLED
+    assert world.ladder.rule == before
+    assert world.ladder.tried["plan"].peak_bytes == step.peak_bytes
+    world.run(3)
+    assert world.ladder.rule == before
 
 
 def test_without_a_total_a_plan_that_is_hardly_slower_is_followed() -> None:
@@ -351,26 +371,55 @@ def test_a_forward_that_was_longer_than_the_measured_one_is_not_taken_for_it_onc
     assert all(map(torch.equal, run.weights(), weights))
 
 
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("parts", ["one backward", "two microbatches", "two backwards"])
 def test_blocks_that_are_called_without_their_model_have_a_rule_too(
-    allocated: Callable[..., AllocatedRun],
+    parts: str, fits: bool, allocated: Callable[..., AllocatedRun]
 ) -> None:
-    """Each call is a chunk by itself, and which of them a backward reads depends on the rule."""
-    found = []
-    for options in ({}, {"device_total": "1GB"}):
-        run = allocated(BLOCKS, **options)
-        for step in range(6):
+    """As where a loss calls an inner model. They were a chunk each, so all of them ran plain or none."""
+
+    def forward(run: AllocatedRun) -> Tensor:
+        hidden = run.model.embed(torch.randn(ROWS, WIDTH))
+        for place, block in enumerate(run.model.layers):
+            hidden = block(hidden)
+            if parts == "two backwards" and place == BLOCKS // 2:
+                hidden.square().mean().backward()
+                hidden = hidden.detach().requires_grad_()
+        return run.model.head(hidden).square().mean()
+
+    def steps(run: AllocatedRun, count: int) -> None:
+        for step in range(count):
             torch.manual_seed(step)
-            hidden = run.model.embed(torch.randn(ROWS, WIDTH))
-            for block in run.model.layers:
-                hidden = block(hidden)
-            run.model.head(hidden).square().mean().backward()
+            run.device.reset_allocator_peak()
+            losses = [forward(run) for _ in range(1 + (parts == "two microbatches"))]
+            for loss in losses:
+                loss.backward()
             run.optimizer.step()
             run.optimizer.zero_grad()
-        found.append(run.weights())
+            run.peaks.append(run.device.peak)
+            del losses, loss
+
+    plain = allocated(BLOCKS)
+    steps(plain, 14)
+    weights = plain.weights()
+    run = allocated(BLOCKS, device_total="1GB")
+    steps(run, 2)
+    total = (max(run.peaks) + max(plain.peaks)) // 2
+    run = allocated(BLOCKS, device_total="1GB" if fits else f"{total}B")
+    steps(run, 14)
     assert run.ladder.state is State.SETTLED
-    assert run.ladder.keeps_all
-    assert run.num_hooks > run.own_hooks + 1, "nobody would see a longer forward"
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, run.weights(), weights))
+    assert run.handle is not None
+    assert run.handle._auto is not None
+    assert len(run.handle._auto.calls.names) == (1 if parts == "one backward" else 2)
+    if fits:
+        assert run.ladder.keeps_all
+        assert run.num_hooks > run.own_hooks + 1, "nobody would see a longer forward"
+    else:
+        assert not run.ladder.keeps_all
+        assert max(run.peaks) <= total * 1.01
+        if parts == "one backward":
+            assert 0 < run.ladder.rule.num_plain < BLOCKS
 
 
 def test_a_step_with_fewer_microbatches_rests_as_it_was_measured(
@@ -415,6 +464,25 @@ def test_a_total_below_what_is_there_between_steps_is_an_error_before_step_2(
     assert least <= float(named[1]) <= least + most
     for number in range(1, 8):
         run.steps(1, seed=number)
+    assert all(map(torch.equal, run.weights(), weights))
+
+
+@pytest.mark.parametrize("limit_bytes", [1 << 30, 20_000], ids=["held", "not held"])
+def test_a_plan_is_tried_only_where_the_host_holds_what_it_moves(
+    limit_bytes: int, allocated: Callable[..., AllocatedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """23.4 kB, over a fast link. What finds no memory there stays on the device, and passes the total."""
+    plain_bytes, weights = plain_run(allocated, 16)
+    run = allocated(BLOCKS, rate=100 * RATE, device_total=halfway(allocated, plain_bytes))
+    manager = PipelineOffloadManager.OFFLOAD_MGR
+    assert manager is not None
+    monkeypatch.setattr(manager.engine.arena.budget, "limit_bytes", limit_bytes)
+    run.steps(16)
+    assert run.handle is not None
+    is_held = limit_bytes > 20_000
+    assert run.ladder.follows_plan == is_held
+    assert ("the host has no memory for it" in str(run.handle.explain())) != is_held
+    assert run.ladder.state is State.SETTLED
     assert all(map(torch.equal, run.weights(), weights))
 
 
