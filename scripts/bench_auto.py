@@ -95,6 +95,7 @@ class AutoRequest:
     layers: int | None
     tokens: int
     tiny: bool
+    host_limit_bytes: int | None = None
 
 
 class AutoTrainer(Trainer):
@@ -160,6 +161,8 @@ def _measure(request: AutoRequest) -> dict[str, Any]:
     if request.row == "auto":
         total = weights + 3 * trained if request.tiny else request.total_bytes
         given: dict[str, Any] = {"device_total": f"{total}B"} if request.total_bytes else {}
+        if request.host_limit_bytes is not None:
+            given["host_limit"] = f"{request.host_limit_bytes}B"
         handle = offload.apply(trainer.model, optimizer=trainer.optimizer, mode="auto", **given, **smallest)
     else:
         handle, result["kept_state_bytes"] = _split(trainer, request, weights, trained, smallest)
@@ -223,6 +226,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--works", default="full,lora,moe,fits", help=f"of {', '.join(WORKS)} (%(default)s)")
     parser.add_argument("--rows", help=f"of auto, {', '.join(SPLITS)} (all)")
     parser.add_argument("--device-total-gb", help="totals in GB of 1e9, as 24,48, instead of a work's own")
+    parser.add_argument(
+        "--host-limit-gb", type=float, help="of auto, most pinned bytes (the library's default)"
+    )
     parser.add_argument("--layers", type=int, help="instead of a shape's own; not of moe")
     parser.add_argument("--samples", type=int, default=5, help="timed steps a row (%(default)s)")
     parsed = parser.parse_args(arguments)
@@ -251,6 +257,7 @@ def requests(name: str, args: argparse.Namespace) -> Iterator[AutoRequest]:
                 layers=args.layers,
                 tokens=work.tokens,
                 tiny=args.tiny,
+                host_limit_bytes=None if args.host_limit_gb is None else round(args.host_limit_gb * GB),
             )
 
 
