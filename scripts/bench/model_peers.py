@@ -63,7 +63,8 @@ def _trainstream(model: Any, optimizer: torch.optim.Optimizer, total_bytes: int 
 
 def _anew(model: Any, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The same optimizer of the model's parameters of now."""
-    return type(optimizer)(model.parameters(), **optimizer.defaults)
+    given = {name: value for name, value in optimizer.defaults.items() if name != "decoupled_weight_decay"}
+    return type(optimizer)(model.parameters(), **given)
 
 
 PEERS: dict[str, Callable[[Any, torch.optim.Optimizer, int | None], Peer]] = {
