@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from offload.client import Phase
+from offload.conductor.budget import TransferToken
 from offload.conductor.config import MIB
-from offload.conductor.rules import RuntimeLimitHints
-from offload.conductor.slots import TransferToken
+from offload.conductor.phases import RuntimeLimitHints
 from offload.transfer.admission import Denied, Direction, Priority
 
 Answer = TransferToken | Denied | None

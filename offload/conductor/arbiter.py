@@ -30,7 +30,7 @@ from typing import Any
 
 from offload.client import Client, Phase
 from offload.conductor.config import ConductorConfig
-from offload.conductor.rules import is_pressed
+from offload.conductor.phases import is_pressed
 from offload.conductor.runtime import ConductorRuntime
 from offload.device import Event, device_bytes
 from offload.engine import OffloadEngine

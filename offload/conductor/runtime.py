@@ -12,14 +12,17 @@
 It tracks and constrains: it allocates no memory, copies nothing, and decides no order. Runtimes ask; what is
 denied and required goes ahead all the same. One invariant: every request has one answer at once.
 
-    phases.py   which phase it is       slots.py      tokens for copies     adapters.py   runtimes
-    budget.py   promises of memory      rules.py      limits of a phase     telemetry.py  a line a step
-    arbiter.py  the engine's own clients
+    phases.py   which phase it is, and its limits     adapters.py   runtimes
+    budget.py   promises of memory, slots for copies  arbiter.py    the engine's own clients
+
+TelemetryHub writes one JSON line every so many steps. One invariant: a line has the fields that its writer
+gave it, and `events` beside them where they are traced.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -28,14 +31,50 @@ import torch
 
 from offload.client import Phase
 from offload.conductor.adapters import ConductorAdapter
-from offload.conductor.budget import BudgetManager, Counts, Pool, Reservation, ReservationKind
+from offload.conductor.budget import (
+    BudgetManager,
+    Counts,
+    Pool,
+    Reservation,
+    ReservationKind,
+    TransferManager,
+    TransferToken,
+)
 from offload.conductor.config import MIB, ConductorConfig
-from offload.conductor.phases import PhaseCoordinator
-from offload.conductor.rules import PolicyBridge, bridge_of
-from offload.conductor.slots import TransferManager, TransferToken
-from offload.conductor.telemetry import TelemetryHub
+from offload.conductor.phases import PhaseCoordinator, PolicyBridge, bridge_of
 from offload.config import config_or_fields
+from offload.telemetry.lines import JsonLines
 from offload.transfer.admission import DenialReason, Denied, Direction, Priority
+
+_MOST_EVENTS = 100_000  # between two lines; of more, the latest
+
+
+class TelemetryHub:
+    """last: line of the last step, written or not. Raises ValueError for a file that cannot be written."""
+
+    def __init__(self, config: ConductorConfig) -> None:
+        self.last: dict[str, Any] | None = None
+        self.traces = config.debug_event_trace
+        self._every = config.telemetry_interval
+        self._events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
+        self._steps = 0
+        self._lines = JsonLines(config.telemetry_file if self._every else None, off="telemetry_interval=0")
+
+    def event(self, what: str, **fields: Any) -> None:
+        """Where events are traced, one of them."""
+        if self.traces:
+            self._events.append({"event": what, **fields})
+
+    def step_ended(self, line: dict[str, Any]) -> None:
+        """A step is over, with this line. Raises OSError where it cannot be written."""
+        self.last = line
+        self._steps += 1
+        if self._every and self._steps % self._every == 0:
+            if self.traces:
+                line["events"] = list(self._events)
+                self._events.clear()
+            self._lines.write(line)
+
 
 _TIMED = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 

@@ -15,7 +15,7 @@ import torch
 
 from offload.conductor.arbiter import Conductor
 from offload.conductor.config import ConductorConfig
-from offload.conductor.telemetry import TelemetryHub
+from offload.conductor.runtime import TelemetryHub
 from offload.device import device_bytes
 from offload.engine import OffloadEngine
 

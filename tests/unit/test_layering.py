@@ -47,10 +47,7 @@ DRY_RUN = "parallel/dry_run/"  # plans with the engine's plans: of what is insid
 WITHOUT_TORCH = (
     "offload/policy/",
     "offload/planner/profile.py",
-    *(
-        f"offload/conductor/{name}.py"
-        for name in ("phases", "budget", "slots", "rules", "adapters", "telemetry", "config")
-    ),
+    *(f"offload/conductor/{name}.py" for name in ("phases", "budget", "adapters", "config")),
     *(f"{DRY_RUN}{name}.py" for name in ("simulate", "models", "rates")),
     "offload/telemetry/records.py",
 )

@@ -15,7 +15,7 @@ import torch
 
 from offload.client import Phase
 from offload.conductor import Conductor, ConductorConfig
-from offload.conductor.rules import TurnsPolicyBridge
+from offload.conductor.phases import TurnsPolicyBridge
 from offload.config import OffloadConfig
 from offload.device import Event
 from offload.device.sim import ExecutorName, SimDevice

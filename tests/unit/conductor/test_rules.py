@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from offload.client import Phase
 from offload.conductor.config import MIB
-from offload.conductor.rules import HeuristicPolicyBridgeV0, RuntimeLimitHints, TurnsPolicyBridge
+from offload.conductor.phases import HeuristicPolicyBridgeV0, RuntimeLimitHints, TurnsPolicyBridge
 
 HARD_BYTES = 23500 * MIB
 FULL_BYTES = HARD_BYTES

@@ -24,7 +24,7 @@ from offload.conductor import (
     TransferToken,
 )
 from offload.conductor.budget import Counts
-from offload.conductor.rules import TurnsPolicyBridge
+from offload.conductor.phases import TurnsPolicyBridge
 from offload.transfer.admission import DenialReason, Denied, Direction, Priority
 from tests.unit.conductor.sources import activations_runtime, knobs, weights_runtime
 

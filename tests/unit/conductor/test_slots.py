@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offload.conductor.budget import Counts
-from offload.conductor.slots import TransferManager, TransferToken
+from offload.conductor.budget import Counts, TransferManager, TransferToken
 from offload.transfer.admission import DenialReason, Denied, Direction, Priority
 
 H2D, D2H = Direction.H2D, Direction.D2H
