@@ -21,8 +21,7 @@ from offload.groups.manager import GroupsManager
 from offload.modules.root import ModelRoot
 from offload.modules.steps import Steps
 from offload.sizes import argument_bytes
-from offload.watermark.hooks import ActivationHookContext
-from offload.watermark.runtime import WatermarkRuntime
+from offload.watermark.runtime import ActivationHookContext, WatermarkRuntime
 
 _HIGH_PERCENT = 90  # of a GPU, where no mark is given: the rest is for what operators use for themselves
 _LOW_SHARE = 15 / 16  # of the high mark

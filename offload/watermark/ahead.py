@@ -12,7 +12,7 @@ low mark.
 
 In the backward, what is read next comes back as soon as there is room for it below the high mark.
 
-One invariant: after each reading of the device (readings.py) it has less than the high mark, or nothing more
+One invariant: after each reading of the device (`Readings`) it has less than the high mark, or nothing more
 can leave. Saves and reads of every client of the engine count. All of this is decided in program order, on
 the host: whether a copy has ended is never asked.
 """
@@ -33,11 +33,8 @@ from offload.telemetry.speaker import Once, speaker
 from offload.transfer.block import DeviceBlock
 from offload.transfer.coming import ComingReads, Prefetcher
 from offload.watermark.budget import Readings
-from offload.watermark.curve import Curves
-from offload.watermark.forward import Forward
-from offload.watermark.read_order import ReadOrder
-from offload.watermark.scheduler import ActivationScheduler, Parts
-from offload.watermark.telemetry import ActivationStepMetrics, SpillDetails
+from offload.watermark.forward import Curves, Forward, ReadOrder
+from offload.watermark.scheduler import ActivationScheduler, ActivationStepMetrics, Parts, SpillDetails
 
 logger = speaker(__name__)
 

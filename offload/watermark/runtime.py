@@ -4,37 +4,42 @@ it is not. Saved tensors leave only when device memory is short.
 A client of the engine, beside its others: records, host blocks, copies, lanes and the order of events are the
 engine's. One invariant: below the low mark nothing moves.
 
-    hooks.py      the scope of a forward    scheduler.py   what leaves and when, in general
-    curve.py      the allocation curve      ahead.py       the forecast and the restore ahead
-    transfer.py   spills in flight          read_order.py  whose turn it is to leave
-    forward.py    what a forward saved      budget.py      the meter, the latch, and when the device is asked
-    telemetry.py  figures of a step
+    scheduler.py  what leaves and when, in general, and figures of a step
+    ahead.py      the forecast and the restore ahead
+    forward.py    what a forward saved, its allocation curve, and whose turn it is to leave
+    budget.py     the meter, the latch, when the device is asked, and spills in flight
+
+In the scope of a managed forward autograd's saves go to the runtime's scheduler. Leaving the context removes
+exactly what entering it installed, also after an exception. The hooks are the engine's one pair: a group's
+scope inside is asked first, and what it does not take comes here; inside a checkpoint, torch's own hooks get
+all tensors.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable
+from types import TracebackType
 from typing import Self
 
 import torch
 
 from offload.client import Client, Phase
-from offload.compile.untraced import import_compiler
+from offload.compile.untraced import import_compiler, untraced
 from offload.config import MIB
 from offload.engine import OffloadEngine
 from offload.ids import ForwardId
 from offload.saved.handles import Handle
+from offload.saved.hooks import InstalledScope
 from offload.telemetry.records import ClientStats, StepStats
 from offload.transfer.block import DeviceBlock
 from offload.transfer.limits import DEFAULT
 from offload.watermark.ahead import ForecastOrder
-from offload.watermark.budget import ActivationBudgetManager, meter_of
+from offload.watermark.budget import ActivationBudgetManager, ActivationTransfer, meter_of
 from offload.watermark.forward import CLIENT, Forward
-from offload.watermark.scheduler import ActivationScheduler, Parts
-from offload.watermark.telemetry import ActivationStepMetrics, SpillDetails
-from offload.watermark.transfer import ActivationTransfer
+from offload.watermark.scheduler import ActivationScheduler, ActivationStepMetrics, Parts, SpillDetails
 
 MIN_ELEMENTS = 512
 """A smaller tensor is not looked at."""
@@ -203,3 +208,64 @@ def _attach(runtime: WatermarkRuntime) -> Callable[[], object]:
         if runtime.scheduler.mark_bounds:
             share.bound("max_spilling_bytes", None, replaces=(DEFAULT,))
     return weakref.finalize(runtime, detach)
+
+
+class _SpillScope:
+    """Scope that takes every eligible tensor that the scheduler wants."""
+
+    __slots__ = ("_forward", "_scheduler", "min_elements")
+
+    def __init__(self, scheduler: ActivationScheduler, forward: Forward, min_elements: int) -> None:
+        self._scheduler = scheduler
+        self._forward = forward
+        self.min_elements = min_elements
+
+    def take(self, tensor: torch.Tensor) -> Handle | None:
+        return self._scheduler.take(self._forward, tensor)
+
+    def note_replayed(self, tensor: torch.Tensor) -> None:
+        """Nothing: memory of CUDA graphs that torch.compile records never leaves."""
+
+
+class _Entered(threading.local):
+    """Forwards entered by the calling thread, whose own torch's stack of hooks is."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Forward, InstalledScope]] = []
+
+
+class ActivationHookContext:
+    """What `managed_forward` returns. It may be entered again, nested too, in any thread: each time is a
+    forward of its own, which ends in the thread where it began.
+
+    An out-of-memory error of an operator inside gets a note of what was spilled, and what could have been.
+
+    min_elements: of a tensor that is looked at; None for the runtime's.
+    """
+
+    def __init__(self, runtime: WatermarkRuntime, min_elements: int | None = None) -> None:
+        self._runtime = runtime
+        self._min_elements = runtime.min_elements if min_elements is None else min_elements
+        self._entered = _Entered()
+
+    @untraced
+    def __enter__(self) -> None:
+        runtime = self._runtime
+        forward = runtime.begin_forward()
+        scope = _SpillScope(runtime.scheduler, forward, self._min_elements)
+        try:
+            installed = runtime.engine.hooks.push(scope)
+        except BaseException:  # inside a transform of torch.func, which admits no hooks
+            runtime.end_forward(forward)
+            raise
+        self._entered.stack.append((forward, installed))
+
+    @untraced
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        forward, installed = self._entered.stack.pop()
+        self._runtime.engine.hooks.pop(installed)
+        self._runtime.end_forward(forward)
+        if isinstance(error, torch.OutOfMemoryError):
+            self._runtime.explain(error)

@@ -34,13 +34,15 @@ from offload.engines import default_engine
 from offload.errors import OffloadError
 from offload.telemetry.records import ClientStats, StepStats
 from offload.watermark.ahead import ForecastOrder
-from offload.watermark.budget import ActivationBudgetManager, MemoryMeter, meter_of
+from offload.watermark.budget import ActivationBudgetManager, ActivationTransfer, MemoryMeter, meter_of
 from offload.watermark.forward import Forward
-from offload.watermark.hooks import ActivationHookContext
-from offload.watermark.runtime import WatermarkRuntime
-from offload.watermark.scheduler import ActivationScheduler, CheckpointCoordinator, Parts
-from offload.watermark.telemetry import ActivationStepMetrics
-from offload.watermark.transfer import ActivationTransfer
+from offload.watermark.runtime import ActivationHookContext, WatermarkRuntime
+from offload.watermark.scheduler import (
+    ActivationScheduler,
+    ActivationStepMetrics,
+    CheckpointCoordinator,
+    Parts,
+)
 
 ActivationStagehandConfig = ActivationConfig
 ActivationTransferEngine = ActivationTransfer

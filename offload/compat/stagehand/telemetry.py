@@ -14,7 +14,7 @@ from offload.described import described
 from offload.device import Device, Event
 from offload.telemetry.lines import JsonLines
 from offload.telemetry.speaker import speaker
-from offload.watermark.telemetry import ActivationStepMetrics
+from offload.watermark.scheduler import ActivationStepMetrics
 
 logger = speaker(__name__)
 

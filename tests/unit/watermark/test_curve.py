@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.watermark.curve import CurveRecorder, Curves
+from offload.watermark.forward import CurveRecorder, Curves
 
 
 def recorded(sizes: list[int], *, base: int = 100, after: list[int] | None = None) -> CurveRecorder:

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from offload.ids import ForwardId
-from offload.watermark.forward import Forward
-from offload.watermark.read_order import ReadOrder
+from offload.watermark.forward import Forward, ReadOrder
 from tests.unit.watermark.training import TENSOR, blocks, runtime_of
 
 

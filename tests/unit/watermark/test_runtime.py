@@ -61,8 +61,9 @@ def test_each_part_is_there_under_the_sources_name() -> None:
     assert all(getattr(stagehand, name) is getattr(spill, name) for name in names)
     with runtime_of() as runtime:
         parts = (runtime.config, runtime.registry, runtime.transfer, runtime.budget, runtime.telemetry)
-        assert [type(part).__module__.rpartition(".")[2] for part in parts] == [
-            *("config", "registry", "transfer", "budget", "telemetry")
+        assert [type(part).__name__ for part in parts] == [
+            *("ActivationConfig", "ActivationRegistry", "ActivationTransfer", "ActivationBudgetManager"),
+            "ActivationTelemetry",
         ]
         assert type(runtime.config) is stagehand.ActivationStagehandConfig
         assert type(runtime.transfer) is stagehand.ActivationTransferEngine
