@@ -17,15 +17,14 @@ from typing import Any
 import torch
 
 from offload import marks
-from offload.compat.autograd import (
+from offload.compat.handler import ChunkOffloadHandler, OffloadTensorGroup
+from offload.compat.manager import (
+    FineGrainedActivationOffloadingInterface,
     FineGrainedOffloadingBackwardRecordFunction,
     FineGrainedOffloadingGroupCommitFunction,
     FineGrainedOffloadingGroupStartFunction,
+    PipelineOffloadManager,
 )
-from offload.compat.group import OffloadTensorGroup
-from offload.compat.handler import ChunkOffloadHandler
-from offload.compat.interface import FineGrainedActivationOffloadingInterface
-from offload.compat.manager import PipelineOffloadManager
 from offload.compat.tensor_pool import GPUTensorPool
 from offload.compile.untraced import untraced
 from offload.groups.graphs import check_event, is_graph_capturing

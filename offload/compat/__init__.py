@@ -4,21 +4,21 @@ where it is asked for one of the names below."""
 
 from __future__ import annotations
 
-from offload.compat.autograd import (
-    FineGrainedOffloadingGroupCommitFunction as FineGrainedOffloadingGroupCommitFunction,
-)
-from offload.compat.autograd import (
-    FineGrainedOffloadingGroupStartFunction as FineGrainedOffloadingGroupStartFunction,
-)
 from offload.compat.gradients import GradientOffloadHook as GradientOffloadHook
-from offload.compat.group import OffloadTensorGroup as OffloadTensorGroup
 from offload.compat.handler import ChunkOffloadHandler as ChunkOffloadHandler
+from offload.compat.handler import OffloadTensorGroup as OffloadTensorGroup
 from offload.compat.hidden_states import hidden_states_offload as hidden_states_offload
 from offload.compat.hidden_states import patch_hidden_states_offload as patch_hidden_states_offload
 from offload.compat.hidden_states import unpatch_hidden_states_offload as unpatch_hidden_states_offload
-from offload.compat.interface import ActivationOffloadContext as ActivationOffloadContext
-from offload.compat.interface import (
+from offload.compat.manager import ActivationOffloadContext as ActivationOffloadContext
+from offload.compat.manager import (
     FineGrainedActivationOffloadingInterface as FineGrainedActivationOffloadingInterface,
+)
+from offload.compat.manager import (
+    FineGrainedOffloadingGroupCommitFunction as FineGrainedOffloadingGroupCommitFunction,
+)
+from offload.compat.manager import (
+    FineGrainedOffloadingGroupStartFunction as FineGrainedOffloadingGroupStartFunction,
 )
 from offload.compat.manager import OffloadManager as OffloadManager
 from offload.compat.manager import PipelineOffloadManager as PipelineOffloadManager

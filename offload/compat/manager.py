@@ -1,24 +1,29 @@
 """The manager under Megatron-core's names: the queue of virtual stages, groups pushed by hand, and the
-process-wide instance.
+process-wide instance; the class around the marks; and the marks as autograd Functions (S2-90), which the long
+names of offload/fine_grained_activation_offload.py apply.
 
 One invariant: a process has one manager, whoever built it. One that was built without these names gets them
 when it is first asked for by them, and stays the object that it is, in the middle of a step too.
+
+The engine's own marks are hooks on nodes (offload/marks.py). The Functions return a view of their input, and
+add one node to the graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Self, TypeVar, cast
 
 import torch
 
 from offload import marks
-from offload.compat.group import OffloadTensorGroup
-from offload.compat.handler import ChunkOffloadHandler
+from offload.compat.handler import ChunkOffloadHandler, OffloadTensorGroup
 from offload.compat.tensor_pool import GPUTensorPool
 from offload.device import Lane
 from offload.engine import OffloadEngine
+from offload.groups.graphs import record_event
 from offload.groups.manager import GroupsManager
 from offload.groups.release import checked_tensors
 from offload.ids import ChunkId
@@ -247,3 +252,101 @@ def _renamed(found: object, kind: type[T]) -> T:
 
 
 OffloadManager = PipelineOffloadManager
+
+
+class FineGrainedActivationOffloadingInterface:
+    """`with Interface(offload, tensor, name) as tensor:` opens a group and installs the hooks, iff
+    `offload`."""
+
+    def __init__(self, offload: bool, tensor: torch.Tensor, name: str) -> None:
+        marks.check_mark(type(self).__name__, tensor, name)
+        self.offload = offload
+        self.tensor = tensor
+        self.name = name
+        self._manager: GroupsManager | None = None
+        self._installed: InstalledScope | None = None
+
+    def __enter__(self) -> torch.Tensor:
+        if self.offload:
+            self.tensor = marks.group_start(self.tensor, self.name)
+            self._manager = marks.existing_manager()
+            self._installed = None if self._manager is None else self._manager.open_scope()
+        return self.tensor
+
+    def __exit__(self, *exception: object) -> None:
+        if self._manager is not None:
+            self._manager.close_scope(self._installed)
+        self._manager = self._installed = None
+
+    init_chunk_handler = staticmethod(marks.init_chunk_handler)
+    group_commit = staticmethod(marks.group_commit)
+    mark_not_offloadable = staticmethod(marks.mark_not_offloadable)
+    forward_record = staticmethod(marks.forward_record)
+    reset = staticmethod(marks.reset)
+
+    @staticmethod
+    def get_context(flag: bool) -> AbstractContextManager[Any]:
+        """The manager's hooks, or a null context."""
+        return PipelineOffloadManager.get_instance() if flag else nullcontext()
+
+    @staticmethod
+    def reset_instance() -> None:
+        PipelineOffloadManager.reset_instance()
+
+
+ActivationOffloadContext = FineGrainedActivationOffloadingInterface
+
+
+class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):
+    """Opens a group in the forward. In the backward it lets the prefetch fetch more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, cpu_offload_handler: ChunkOffloadHandler, name: str
+    ) -> torch.Tensor:
+        ctx.cpu_offload_handler = cpu_offload_handler
+        cpu_offload_handler.on_group_start_forward(name)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.cpu_offload_handler.on_group_start_backward()
+        return grad_output, None, None
+
+
+class FineGrainedOffloadingGroupCommitFunction(torch.autograd.Function):
+    """Sends (or delays) a group in the forward; in the backward its chunk is the one being read."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        cur_forward_chunk: ChunkOffloadHandler,
+        name: str,
+        forced_released_tensors: list[torch.Tensor] | None,
+        delay_offload: bool,
+    ) -> torch.Tensor:
+        ctx.backward_chunk = cur_forward_chunk
+        ctx.group = name
+        cur_forward_chunk.commit(name, forced_released_tensors, delay_offload, tensor)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        ctx.backward_chunk.on_group_commit_backward(ctx.group)
+        return grad_output, None, None, None, None
+
+
+class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
+    """Its backward records `event` on the current lane, and orders what comes next there after the
+    restores."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, event: Any) -> torch.Tensor:
+        ctx.event = event
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:
+        record_event(PipelineOffloadManager.get_instance().engine, ctx.event, "h2d")
+        return grad_output, None

@@ -15,7 +15,7 @@ from offload.compat.stagehand.runtime import BlockSource as BlockSource
 from offload.compat.stagehand.runtime import InMemorySource as InMemorySource
 from offload.compat.stagehand.runtime import ResidentPriority as ResidentPriority
 from offload.compat.stagehand.runtime import StagehandRuntime as StagehandRuntime
-from offload.compat.stagehand.telemetry import StepMetrics as StepMetrics
+from offload.compat.stagehand.scheduler import StepMetrics as StepMetrics
 from offload.errors import DtypeMismatchError as DtypeMismatchError
 from offload.errors import InvalidStateTransitionError as InvalidStateTransitionError
 from offload.errors import OffloadOOMError as OffloadOOMError

@@ -13,26 +13,40 @@
 What mode="watermark" of `offload.apply` has no use for is here and beside: the config, steps that end by
 hand, a line of JSON a step, records by id, and order="reactive" with its fixed pool. One invariant: what
 leaves and when is decided in `offload.watermark`, but for order="reactive".
+
+Records are a view of the engine's own: nothing here keeps a saved tensor alive, and nothing is copied.
+States, buffers and events are those of the engine's blocks at the moment when they are asked for.
+
+order="reactive" is the source system's letter: the tensor that is being saved leaves while the latch is on,
+one copy at a time, and each comes back when it is read. A tensor that is kept has no record and costs
+nothing; one that leaves has left the device when the next one does, at the latest when its forward ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 
 from offload.compat.stagehand.backend_cpu import CPUSpillBackend
 from offload.compat.stagehand.config import ActivationConfig
-from offload.compat.stagehand.reactive import ReactiveOrder
-from offload.compat.stagehand.registry import ActivationRecord, ActivationRegistry, ActivationState
-from offload.compat.stagehand.telemetry import ActivationTelemetry
 from offload.config import config_or_fields
+from offload.device import Event
 from offload.engine import OffloadEngine
 from offload.engines import default_engine
 from offload.errors import OffloadError
+from offload.ids import SlotId
+from offload.memory.arena import Block
+from offload.saved.handles import Handle
+from offload.telemetry.lines import JsonLines
 from offload.telemetry.records import ClientStats, StepStats
+from offload.transfer.block import BlockState, DeviceBlock
+from offload.transfer.layout import ViewLayout
 from offload.watermark.ahead import ForecastOrder
 from offload.watermark.budget import ActivationBudgetManager, ActivationTransfer, MemoryMeter, meter_of
 from offload.watermark.forward import Forward
@@ -55,6 +69,177 @@ __all__ = [
     "ActivationTransferEngine", "CPUSpillBackend", "CheckpointCoordinator",
 ]
 # fmt: on
+
+
+class ActivationState(Enum):
+    """Where a saved tensor's bytes are. Each is a state of the engine's block."""
+
+    KEPT = BlockState.RESIDENT
+    SPILLING = BlockState.SPILLING
+    SPILLED = BlockState.SPILLED
+    RESTORING = BlockState.RESTORING
+    RESTORED = BlockState.RESTORED
+    RELEASED = BlockState.RELEASED
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationRecord:
+    """One saved tensor. Equal to another of the same bytes and layout."""
+
+    block: DeviceBlock
+    layout: ViewLayout
+    device: torch.device
+
+    @property
+    def id(self) -> SlotId:
+        return self.block.label
+
+    @property
+    def state(self) -> ActivationState:
+        return ActivationState.RELEASED if self.block.is_freed else ActivationState(self.block.state)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.layout.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.dtype
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        return self.layout.stride
+
+    @property
+    def offset(self) -> int:
+        """Place of the first element in its storage, in elements."""
+        return self.layout.offset
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storage range that moves."""
+        return self.block.nbytes
+
+    @property
+    def logical_bytes(self) -> int:
+        """Bytes of the tensor itself."""
+        return self.layout.size.numel() * self.layout.dtype.itemsize
+
+    @property
+    def buffer(self) -> Block | None:
+        """Its host bytes; None while it has none."""
+        return self.block.host
+
+    @property
+    def event(self) -> Event | None:
+        """The last copy from or to those bytes."""
+        return self.block.event
+
+    def move_to(self, state: ActivationState) -> None:
+        """Raises RecordStateError for a move that its state does not allow."""
+        self.block.move_to(state.value)
+
+
+class ActivationRegistry:
+    """The records of a step. The record id is the engine's handle; `SlotId` prints it."""
+
+    def __init__(self) -> None:
+        # handles are held by autograd's graph alone
+        self._entries: list[tuple[weakref.ref[Handle], torch.device]] = []
+
+    def create(self, handle: Handle, device: torch.device) -> None:
+        """Note a save."""
+        self._entries.append((weakref.ref(handle), device))
+
+    def __iter__(self) -> Iterator[ActivationRecord]:
+        """Those that can still be read, one a block, in the order of their saves."""
+        seen: set[int] = set()
+        for reference, device in self._entries:
+            handle = reference()
+            if handle is not None and handle.layout is not None and id(handle.record.block) not in seen:
+                seen.add(id(handle.record.block))
+                yield ActivationRecord(handle.record.block, handle.layout, device)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def get(self, record_id: Handle | SlotId) -> ActivationRecord | None:
+        """The record of a handle, or of an id that a record or a message has; None if it is gone."""
+        label = record_id.record.label if isinstance(record_id, Handle) else record_id
+        return next((record for record in self if record.id == label), None)
+
+    def iter_by_state(self, state: ActivationState) -> Iterator[ActivationRecord]:
+        return (record for record in self if record.state is state)
+
+    def iter_spilling(self) -> Iterator[ActivationRecord]:
+        """Those whose copy to the host has been issued and not finalized."""
+        return self.iter_by_state(ActivationState.SPILLING)
+
+    def clear(self) -> None:
+        """Forget all; their graphs keep what they hold."""
+        self._entries.clear()
+
+    def forget_dead(self) -> None:
+        """Forget those that nothing can read any more."""
+        self._entries = [entry for entry in self._entries if entry[0]() is not None]
+
+
+class ReactiveOrder(ActivationScheduler):
+    """inline_finalize: a spill past the cap finalizes those in flight; without it, it is kept. registry: of
+    what was saved."""
+
+    def __init__(self, parts: Parts, registry: ActivationRegistry, *, inline_finalize: bool) -> None:
+        super().__init__(parts)
+        self.registry = registry
+        self._inline_finalize = inline_finalize
+        # saved, and maybe still written by the operator that saved them
+        self._due: list[tuple[Forward, DeviceBlock]] = []
+
+    def take(self, forward: Forward, tensor: torch.Tensor) -> Handle | None:
+        self._send_due()
+        self.budget.read()
+        spills = self.budget.spilling and self.coordinator.may_spill(tensor.nbytes) and self.can_take()
+        if not spills or not (self._inline_finalize or self.transfer.can_spill()):
+            self.metrics.activations_saved += 1
+            self.details.kept += 1
+            self.details.kept_bytes += tensor.nbytes
+            self.details.logical_bytes += tensor.nbytes
+            self.details.storage_bytes += tensor.untyped_storage().nbytes()
+            return None
+        handle, is_new = self.save(forward, tensor)
+        if is_new:
+            self._due.append((forward, handle.record.block))
+            self._send_due()
+        return handle
+
+    def forward_ends(self, forward: Forward) -> None:
+        super().forward_ends(forward)
+        self._send_due()
+        if self._inline_finalize:
+            self.transfer.finalize_all_spills(self.registry.iter_spilling())
+
+    def _send_due(self) -> None:
+        due, self._due = self._due, []
+        for forward, block in due:
+            if block.slot >= forward.written:
+                self._due.append((forward, block))
+            elif self.may_leave(block):
+                if not self.transfer.can_spill() and not self.transfer.sends_nothing:
+                    self.transfer.finalize_all_spills(self.registry.iter_spilling())
+                if self.transfer.can_spill():
+                    self.details.latched_bytes += self.send(forward, [block])
+
+
+class ActivationTelemetry:
+    """Appends a line a step. path: of the file, which need not be there yet; None writes none. Raises
+    ValueError for one that cannot be written."""
+
+    def __init__(self, path: str | None) -> None:
+        self._lines = JsonLines(path, off="telemetry_enabled=False")
+
+    def write(self, metrics: ActivationStepMetrics) -> None:
+        """Raises OSError where the file cannot be written."""
+        self._lines.write(asdict(metrics))
 
 
 class ActivationRuntime(WatermarkRuntime):

@@ -13,9 +13,8 @@ It holds the client of `apply(weights=...)` (weights/stream.py): masters, loads,
 client's, and so are the bits. Only when bytes move is decided here. One invariant: hooks are permanent, so a
 recompute in the backward and a forward outside of a step find their weights.
 
-    config.py     marks, windows, guards        blocks.py   the registry, states and users
-    scheduler.py  the window and eviction       guards.py   dtypes, NaN and Inf of outputs
-    telemetry.py  a JSON line a step            layers.py   layer mode
+    config.py     marks, windows, guards         blocks.py  the registry, states, users, guards of outputs
+    scheduler.py  the window, eviction, figures  layers.py  layer mode
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ import torch
 from torch import Tensor, nn
 
 from offload.compat.stagehand.activations import ActivationRuntime
-from offload.compat.stagehand.blocks import BlockRegistry, BlockState, ResidencyMap
+from offload.compat.stagehand.blocks import BlockRegistry, BlockState, NumericGuard, ResidencyMap
 from offload.compat.stagehand.config import StagehandConfig
-from offload.compat.stagehand.guards import NumericGuard
 from offload.compat.stagehand.scheduler import (
     BudgetManager,
     StagehandScheduler,
+    StagehandTelemetry,
     StaticLookaheadPolicy,
+    StepMetrics,
     TransferKnobs,
 )
-from offload.compat.stagehand.telemetry import StagehandTelemetry, StepMetrics
 from offload.config import MIB, config_or_fields
 from offload.device import Event
 from offload.engine import OffloadEngine

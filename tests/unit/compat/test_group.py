@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offload import OffloadTensorGroup
-from offload.compat.group import DYNAMIC_SHAPE_GROUPS
+from offload.compat.handler import DYNAMIC_SHAPE_GROUPS
 from offload.device.sim import SimDevice
 from offload.engines import default_engine
 

@@ -7,8 +7,7 @@ import torch
 
 import offload
 from offload import OffloadConfig, PipelineOffloadManager
-from offload.compat.group import OffloadTensorGroup
-from offload.compat.handler import ChunkOffloadHandler
+from offload.compat.handler import ChunkOffloadHandler, OffloadTensorGroup
 from offload.groups.manager import GroupsManager
 from tests.forks import forked
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offload.compat.queue import VirtualPipelineQueue
+from offload.compat import VirtualPipelineQueue
 
 
 class Chunk:

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.compat.stagehand.activations import ActivationRuntime
-from offload.compat.stagehand.registry import ActivationState
+from offload.compat.stagehand.activations import ActivationRuntime, ActivationState
 from offload.errors import OffloadError
 from offload.saved.handles import Handle, Passed
 from tests.inside import holds_lock

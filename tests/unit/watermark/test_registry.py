@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload.compat.stagehand.activations import ActivationRuntime
-from offload.compat.stagehand.registry import ActivationRecord, ActivationState
+from offload.compat.stagehand.activations import ActivationRecord, ActivationRuntime, ActivationState
 from offload.errors import RecordStateError
 from offload.saved.handles import Handle
 from tests.unit.watermark.training import TENSOR, WIDTH, batch, runtime_of

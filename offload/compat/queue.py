@@ -1,3 +1,0 @@
-"""The queue by the name of its source; the tracker of groups has it."""
-
-from offload.groups.queue import VirtualPipelineQueue as VirtualPipelineQueue
