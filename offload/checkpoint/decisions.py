@@ -1,5 +1,11 @@
-"""What a block decides from its numbers, such as which expert gets which token: a recompute is given the
-decisions of its forward, so it has the same rows even where a score comes out another in its last bit.
+"""What a selective checkpoint keeps: operators or calls that it was asked for, or whatever a policy says;
+where nobody says which, operators that take long for the bytes that they make; and what a block decides from
+its numbers, such as which expert gets which token: a recompute is given the decisions of its forward, so it
+has the same rows even where a score comes out another in its last bit.
+
+Two invariants: what is asked for may be kept, or it is refused by name. What is found here is kept in the
+very call in which it is found; what nothing reads, such as the places of a maximum in a pooling, is let go
+with that call.
 
 A call decides if it makes whole numbers of others (topk, sort, argmax, nonzero of a mask, bucketize, an
 operator of the user's own), or booleans, and a later call of the block reads the whole numbers, or takes rows
@@ -7,34 +13,191 @@ or a Python number by the booleans. So does a call that makes a Python number of
 whole numbers (counts, offsets, a sorted layout) are the same in every run. Kept with a decision are the
 scores that it was made from: the router's gradient is then of the forward's scores, too. Where the call
 itself cannot be kept (a cast, a write in place, the bits of a float, a number), what it was made from is.
-
-One invariant: what is found here is kept in the very call in which it is found. What nothing reads, such as
-the places of a maximum in a pooling, is let go with that call.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from offload.checkpoint.keep import Keep, Place
 from offload.checkpoint.kept import (
     KeptCall,
     Make,
     Operator,
     RandomStep,
+    check_keepable,
     is_collective,
     make_of,
     plain_parts,
     sharing_versions,
+    writes_inputs,
 )
-from offload.checkpoint.operators import default_operators, never_kept
+from offload.sizes import is_count
 from offload.transfer.layout import WeakStorage
+
+IN_PLACE = "c10d"
+"""Namespace of the collectives that write to what they are given."""
+
+_MAKERS = ("empty", "zeros", "ones", "full", "new_", "arange", "eye", "scalar_tensor", "linspace")
+
+_MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
+_KERNELS = ("flash", "efficient", "cudnn")
+_ATTENTION = (
+    *(f"_scaled_dot_product_{kernel}_attention" for kernel in _KERNELS),
+    *(f"_{kernel}_attention_forward" for kernel in _KERNELS),
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+_OVERLOADS = ("default", "dtype")  # mm.dtype: with a dtype of its own for the result
+
+
+@cache
+def default_operators() -> frozenset[Operator]:
+    """Matrix products, and every form of attention that scaled_dot_product_attention and flex_attention call.
+
+    Convolutions are not among them.
+    """
+    found: set[Operator] = set()
+    for name in (*_MATRIX_PRODUCTS, *_ATTENTION):
+        packet = getattr(torch.ops.aten, name, None)
+        overloads = () if packet is None else packet.overloads()
+        found.update(getattr(packet, overload) for overload in _OVERLOADS if overload in overloads)
+    flex = getattr(torch.ops.higher_order, "flex_attention", None)
+    if flex is not None:
+        found.add(flex)
+    return frozenset(check_keepable(operator) for operator in found)
+
+
+def never_kept(operator: Any) -> str:
+    """Why no output of the operator is ever kept; empty if one may be."""
+    if not isinstance(operator, OpOverload):
+        return "" if operator in default_operators() else "it is an operator of higher order"
+    try:
+        check_keepable(operator)
+    except ValueError:
+        return "it writes to its inputs" if writes_inputs(operator) else "it returns a view of its input"
+    if operator.namespace == IN_PLACE:
+        return "it communicates in place"
+    name = operator._schema.name.partition("::")[2]
+    if name in {"_to_copy", "to", "copy"}:
+        return "it is a cast: autocast and FSDP2 make others in a recompute"
+    if operator.namespace == "aten" and (name.startswith(_MAKERS) or name.endswith("_like")):
+        return "it only makes a tensor, which others fill"
+    return ""
+
+
+Place = tuple[Operator, int]
+"""One call: its operator, and its number among the calls of that one, from 0."""
+
+
+@dataclass(slots=True, eq=False)
+class KeepContext:
+    """What a policy is told besides the call, as torch's own: it is asked in the forward only, after the
+    operator has run."""
+
+    op_output: Any
+    is_recompute: bool = False
+
+
+class Keep:
+    """What is to be kept: a set of operators, a set of calls, or a policy.
+
+    of_block: the set may be empty; until it has `learned` what the block decides, calls of every operator are
+        counted; and no output is kept that was changed in place.
+    calls: named after another forward; one that was written to since is not kept. copied: operators whose
+    outputs are kept as copies.
+    names: for the report of what was never called; none for a set of calls, which are another forward's.
+    """
+
+    def __init__(self, keep_ops: Collection[Any] | Callable[..., Any], *, of_block: bool = False) -> None:
+        self.policy: Callable[..., Any] | None = None
+        self.calls: frozenset[Place] = frozenset()
+        self.copied: frozenset[Operator] = frozenset()
+        self.names: tuple[str, ...] = ()
+        self.key: Any = None
+        self._whole: frozenset[Operator] = frozenset()
+        self._without: frozenset[Place] = frozenset()
+        if isinstance(keep_ops, Collection) and not isinstance(keep_ops, str):
+            if not (keep_ops or of_block):
+                raise ValueError(
+                    "keep_ops is empty: every output would be recomputed, as a plain checkpoint does; name "
+                    "some operators"
+                )
+            if any(isinstance(member, tuple) for member in keep_ops):
+                self.calls = frozenset(map(_check_call, keep_ops))
+                self.key = frozenset(check_keepable(operator) for operator, _ in self.calls)
+            else:
+                self.key = self._whole = frozenset(map(check_keepable, keep_ops))
+            self.names = tuple(sorted(map(str, self._whole)))
+        elif callable(keep_ops):
+            self.policy = keep_ops
+            name = getattr(keep_ops, "__qualname__", type(keep_ops).__qualname__)
+            self.key = (getattr(keep_ops, "__module__", ""), name)
+            self.names = (f"what policy {name} asks for",)
+        else:
+            raise ValueError(
+                f"keep_ops is a {type(keep_ops).__name__}, must be a set of operators, a set of pairs "
+                "(operator, call number), or a policy(ctx, op, *args, **kwargs)"
+            )
+        self.of_block = of_block
+        self._numbers_all = of_block or self.policy is not None
+        self._numbered = self._whole | {operator for operator, _ in self.calls}
+
+    def learned(
+        self, copied: frozenset[Operator], calls: frozenset[Place], without: frozenset[Place]
+    ) -> Keep:
+        """A copy with every call of the operators `copied`, and `calls`; but none of `without`."""
+        keep = copy.copy(self)
+        keep._without, keep._numbers_all = without, False
+        keep.copied, keep.calls = copied - self._whole, self.calls | calls
+        keep._whole = self._whole | copied
+        keep._numbered = keep._whole | {operator for operator, _ in keep.calls}
+        return keep
+
+    def numbers(self, operator: Operator) -> bool:
+        """Whether calls of this operator are counted: those that may be kept, in the forward and in the
+        recompute alike."""
+        return operator not in SAC_IGNORED_OPS if self._numbers_all else operator in self._numbered
+
+    def may_want(self, operator: Operator, number: int) -> bool:
+        """Whether a call may be kept: asked before it, of an operator that is counted."""
+        place = (operator, number)
+        named = operator in self._whole and place not in self._without
+        return self.policy is not None or named or place in self.calls
+
+    def wants(self, operator: Operator, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if self.policy is None:
+            return True
+        answer = self.policy(KeepContext(output), operator, *args, **kwargs)
+        name = getattr(answer, "name", "")
+        if not isinstance(answer, bool) and not name.endswith(("_SAVE", "_CPU_OFFLOAD", "_RECOMPUTE")):
+            raise ValueError(
+                f"the policy answered {answer!r} for {operator}; must be a bool or a "
+                "torch.utils.checkpoint.CheckpointPolicy"
+            )
+        if answer is False or name.endswith("_RECOMPUTE"):
+            return False
+        check_keepable(operator)
+        return True
+
+
+def _check_call(call: Any) -> Place:
+    """The pair. Raises ValueError for what is none."""
+    if not isinstance(call, tuple) or len(call) != 2 or not is_count(call[1]):
+        raise ValueError(
+            f"keep_ops holds {call!r} beside pairs; must be all operators, or all pairs of an operator and "
+            "the number of its call, from 0"
+        )
+    return call
 
 
 @functools.cache

@@ -1,5 +1,5 @@
 """One call of an operator whose outputs a checkpointed region keeps: how it is remembered, and given again to
-the recompute.
+the recompute; and the generators of random numbers that it draws from.
 
 One invariant: the recompute goes on as if the operator had run. A call is given again only to a call on
 inputs of the same make, and random numbers after it are drawn from the state that it would have left.
@@ -7,11 +7,20 @@ inputs of the same make, and random numbers after it are drawn from the state th
 Outputs are aliases: without grad_fn, so that what is kept never holds the graph that holds it; with the
 version counter of the output itself, so that a change in place is found out by the read. Some operators
 return the bytes of their input under a counter of their own; the call is told of those.
+
+Generators that others share are torch's of a device, which a recompute puts back in every call
+(surroundings.py), and those of Python's and numpy's functions: a forward that moves one of these is not
+recomputed from the next call on (net.py). States are equal as long as the generators are. To read Python's or
+numpy's takes tens of microseconds.
 """
 
 from __future__ import annotations
 
+import pickle
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +28,49 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from offload.checkpoint.draws import generator_of
 from offload.errors import OffloadError
 from offload.saved.filters import is_plain, is_wrapper
 from offload.saved.handles import Handle, ModifiedError, Passed, modified
 from offload.saved.hooks import WrapperHandle, wrapper_probe
 from offload.transfer.block import DeviceBlock
+
+
+class SharedGenerator(NamedTuple):
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+    def get_state(self) -> bytes:
+        return pickle.dumps(self.read())
+
+    def set_state(self, state: bytes) -> None:
+        self.write(pickle.loads(state))
+
+
+def shared_generators() -> list[SharedGenerator]:
+    found = [SharedGenerator("Python's random", random.getstate, random.setstate)]
+    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
+    if numpy is not None:
+        found.append(SharedGenerator("numpy.random", partial(numpy.get_state, legacy=False), numpy.set_state))
+    return found
+
+
+class _ByModule:
+    """The generator of a device whose module in torch has no list of them."""
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self.get_state = partial(module.get_rng_state, device)
+        self.set_state = partial(module.set_rng_state, device=device)
+
+
+def generator_of(device: torch.device) -> Any:
+    """torch's default generator of a device, by its `get_state` and `set_state`."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module: Any = torch.get_device_module(device)
+    generators = getattr(module, "default_generators", ())
+    return generators[device.index] if generators and device.index is not None else _ByModule(module, device)
+
 
 Operator = OpOverload | HigherOrderOperator
 Make = tuple[tuple[torch.Size, torch.dtype, bool], ...]
@@ -116,6 +162,11 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from tensors_in(value)
+
+
+def looks_of(tensor: torch.Tensor) -> str:
+    """Type and shape, for messages."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def make_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Make:

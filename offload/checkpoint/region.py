@@ -31,7 +31,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
 
-from offload.checkpoint.arguments import Given
+from offload.checkpoint.members import Given
 from offload.checkpoint.net import Sample, telling
 from offload.checkpoint.surroundings import Surroundings
 from offload.client import weakly
@@ -110,7 +110,7 @@ class _Inputs(torch.autograd.Function):
 
 
 class Region:
-    """One run. again: computes what it saved once more, from the tensors given to `begin` (arguments.py).
+    """One run. again: computes what it saved once more, from the tensors given to `begin` (members.py).
 
     context_fn: of what the run and each recompute are inside, asked at `begin`; None for nothing.
     sample: compares this run with its recomputes; None where nobody does. unlike: called with the error

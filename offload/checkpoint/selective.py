@@ -40,8 +40,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.checkpoint.decisions import Decisions, Finder, decides
-from offload.checkpoint.keep import Keep, Place
+from offload.checkpoint.decisions import Decisions, Finder, Keep, Place, decides
 from offload.checkpoint.kept import (
     UNTRACKED_VIEWS,
     KeptCall,

@@ -17,7 +17,7 @@ import torch
 from torch.utils.checkpoint import DefaultDeviceType
 
 from offload.checkpoint.checksum import outside_modes
-from offload.checkpoint.draws import generator_of
+from offload.checkpoint.kept import generator_of
 
 _c: Any = torch._C
 

@@ -118,7 +118,7 @@ class RecomputedHalves:
 
 
 class CallReads:
-    """What is known of the backward of one call, for offload.checkpoint.halves."""
+    """What is known of the backward of one call, for offload.checkpoint.hidden_states."""
 
     __slots__ = ("_all", "_chunk", "_place")
 

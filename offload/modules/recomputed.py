@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from offload.checkpoint.decisions import Decisions
+from offload.checkpoint.decisions import Decisions, default_operators
 from offload.checkpoint.hidden_states import HIDDEN_STATES, RecomputedCall, is_recompute
 from offload.checkpoint.members import has_lazy, inner_modules
-from offload.checkpoint.operators import default_operators
 from offload.checkpoint.selective import Contexts, contexts_for, is_traced
 from offload.config import Mode
 from offload.errors import OffloadError

@@ -14,8 +14,8 @@ from torch._ops import OpOverload
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
+from offload.checkpoint.decisions import IN_PLACE
 from offload.checkpoint.kept import is_collective
-from offload.checkpoint.operators import IN_PLACE
 
 _DIFFERING = {
     "bincount",

@@ -33,12 +33,18 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import flop_registry
 
-from offload.checkpoint.arguments import cache_written
-from offload.checkpoint.decisions import choices_of, decides, is_decision, makes_number
-from offload.checkpoint.draws import SharedGenerator, shared_generators
-from offload.checkpoint.kept import UNTRACKED_VIEWS, is_collective, plain_parts, storages_of, version_probe
+from offload.checkpoint.decisions import choices_of, decides, is_decision, makes_number, never_kept
+from offload.checkpoint.kept import (
+    UNTRACKED_VIEWS,
+    SharedGenerator,
+    is_collective,
+    plain_parts,
+    shared_generators,
+    storages_of,
+    version_probe,
+)
+from offload.checkpoint.members import cache_written
 from offload.checkpoint.net import telling
-from offload.checkpoint.operators import never_kept
 from offload.checkpoint.selective import CallMode
 from offload.device import Event
 from offload.engine import OffloadEngine

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from offload import PipelineOffloadManager, RecomputeDiffersError, init_chunk_handler, step_end
-from offload.checkpoint import buffers
-from offload.checkpoint.buffers import BuffersBefore
+from offload.checkpoint import members
+from offload.checkpoint.members import BuffersBefore
 from tests.unit.checkpoint.recomputed import (
     WIDTH,
     Model,
@@ -165,15 +165,15 @@ def test_of_large_buffers_that_no_forward_writes_no_clone_is_kept(manager: Manag
 def test_what_is_known_of_a_module_does_not_keep_it(
     manager: Manager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffers, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(members, "_SMALL_BYTES", 0)
     gc.collect()
-    known = len(buffers._writes)
+    known = len(members._writes)
     model = build(Normed, count=2)
     compared(model, manager)
-    assert len(buffers._writes) > known
+    assert len(members._writes) > known
     del model
     gc.collect()
-    assert len(buffers._writes) == known
+    assert len(members._writes) == known
 
 
 def test_the_tensors_themselves_are_back_after_the_recompute(manager: Manager) -> None:
@@ -199,7 +199,7 @@ def test_the_tensors_themselves_are_back_after_the_recompute(manager: Manager) -
 def test_a_large_buffer_that_is_written_later_than_in_the_first_forward_is_named_once(
     manager: Manager, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffers, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(members, "_SMALL_BYTES", 0)
 
     class Late(nn.Module):
         def __init__(self) -> None:
@@ -232,7 +232,7 @@ def test_a_large_buffer_that_is_written_later_than_in_the_first_forward_is_named
 def test_a_buffers_copy_lies_in_memory_as_the_buffer_does(start: int) -> None:
     """A kernel is chosen by strides and by alignment, and may sum in another order."""
     buffer = torch.arange(64.0)[start : start + 12].view(3, 4).t()
-    copy = buffers._copy(buffer)
+    copy = members._copy(buffer)
     assert torch.equal(copy, buffer)
     assert copy.stride() == buffer.stride()
     assert copy.storage_offset() == start

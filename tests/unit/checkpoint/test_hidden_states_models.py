@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from offload import PipelineOffloadManager, init_chunk_handler, step_end
+from offload.checkpoint.decisions import default_operators
 from offload.checkpoint.hidden_states import HIDDEN_STATES
-from offload.checkpoint.operators import default_operators
 from offload.checkpoint.selective import contexts_for
 from tests.loops import ended_step
 from tests.unit.checkpoint.recomputed import (

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from offload.checkpoint.report import KeepReport
+from offload.checkpoint.net import KeepReport
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:

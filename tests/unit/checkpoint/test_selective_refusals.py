@@ -217,7 +217,7 @@ def test_operators_of_which_some_are_called_are_no_cause_for_a_warning(
     manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A list for every kind of device names operators that this one does not have."""
-    with caplog.at_level(logging.INFO, "offload.checkpoint.report"):
+    with caplog.at_level(logging.INFO, "offload.checkpoint.net"):
         for _ in range(2):
             train_step(build_blocks(), lambda block, h: kept(block, h, {MM, aten.bmm.default}))
     (record,) = caplog.records
