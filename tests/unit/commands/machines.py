@@ -6,8 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from offload.commands.gpus import Gpu
-from offload.commands.machine import Host, Pcie
+from offload.commands.machine import Gpu, Host, Pcie
 from offload.policy.actions import Rates
 
 PCIE_5 = Pcie(5, 16, 5, 16)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from offload.commands import doctor
-from offload.commands.gpus import Gpu
+from offload.commands.machine import Gpu
 from tests.unit.commands.machines import gpu, host
 
 Asked = Callable[..., tuple[int, str]]

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from offload.commands import gpus
-from offload.commands.gpus import measure
+from offload.commands import machine
+from offload.commands.machine import measure
 from offload.device.sim import SimDevice
 from offload.engine import OffloadEngine
 from offload.memory.budget import LocalHostBudget
@@ -25,8 +25,8 @@ RATES = {"sim:0": (40.0, 20.0), "sim:1": (10.0, 30.0)}
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "_COPY_BYTES", MIB)
-    monkeypatch.setattr(gpus, "LINK_TEST_BYTES", 2 * MIB)
-    monkeypatch.setattr(gpus, "_GRACE_S", 0.2)
+    monkeypatch.setattr(machine, "LINK_TEST_BYTES", 2 * MIB)
+    monkeypatch.setattr(machine, "_GRACE_S", 0.2)
 
 
 @pytest.fixture

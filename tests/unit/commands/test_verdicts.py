@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from offload.commands.gpus import Gpu
-from offload.commands.machine import Host, Pcie
-from offload.commands.verdicts import Line, diagnose
+from offload.commands.doctor import Line, diagnose
+from offload.commands.machine import Gpu, Host, Pcie
 from tests.unit.commands.machines import gpu, host, rates
 
 GIB = 1 << 30
