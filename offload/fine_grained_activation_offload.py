@@ -26,7 +26,7 @@ from offload.compat.manager import (
     PipelineOffloadManager,
 )
 from offload.compat.tensor_pool import GPUTensorPool
-from offload.compile.untraced import untraced
+from offload.compile import untraced
 from offload.groups.graphs import check_event, is_graph_capturing
 from offload.marks import (
     T,

@@ -34,7 +34,7 @@ import torch
 from offload import process
 from offload.checkpoint.kept import Operator
 from offload.checkpoint.selective import Contexts, contexts_for
-from offload.compile.untraced import untraced
+from offload.compile import untraced
 from offload.config import naming_near
 from offload.errors import GroupOrderError
 from offload.groups.chunk import ChunkGroups

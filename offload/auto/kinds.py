@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from offload.auto.ladder import Ladder, State
 from offload.client import weakly
-from offload.compile.untraced import untraced
+from offload.compile import untraced
 from offload.engine import OffloadEngine
 from offload.errors import HostBudgetError
 from offload.modules.totals import refuse_beyond_device, size_of, sizes_of

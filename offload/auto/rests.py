@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offload.compile.untraced import Unscripted, untraced
+from offload.compile import Unscripted, untraced
 from offload.modules.hooks import HookPair
 from offload.modules.root import ModelRoot, given_bytes
 from offload.modules.steps import Steps

@@ -28,7 +28,7 @@ from torch import Tensor
 from offload import marks
 from offload.compat.handler import check_plain_bytes, placed
 from offload.compat.tensor_pool import TensorPool
-from offload.compile.untraced import untraced
+from offload.compile import untraced
 from offload.device import Event, Lane
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError, PoolError, StaleHandleError

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from offload.client import Client
-from offload.compile.report import CompileReport
-from offload.compile.untraced import import_compiler
+from offload.compile import CompileReport, import_compiler
 from offload.config import OffloadConfig, check_bytes
 from offload.engine import OffloadEngine
 from offload.engines import default_engine

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from offload.compile.untraced import untraced
+from offload.compile import untraced
 from offload.engine import OffloadEngine
 from offload.groups.chunk import ChunkGroups
 from offload.groups.scope import GroupScope

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from offload.compile.untraced import untraced
+from offload.compile import untraced
 from offload.device import Event
 from offload.device.sim import SimDevice
 from offload.groups.manager import GroupsManager

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offload.compile.untraced import Unscripted, untraced
+from offload.compile import Unscripted, untraced
 
 _PARTS_LOOKED_AT = 64  # of an output: a hidden state for each layer, at most
 

@@ -35,7 +35,7 @@ from torch.optim.optimizer import (
 )
 
 from offload.client import Phase
-from offload.compile.untraced import untraced
+from offload.compile import untraced
 from offload.groups.manager import GroupsManager
 
 

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from offload.compile.untraced import untraced
+from offload.compile import untraced
 from offload.config import check_fraction
 from offload.engine import OffloadEngine
 from offload.engines import default_engine

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.client import weakly
-from offload.compile.untraced import Unscripted, untraced
+from offload.compile import Unscripted, untraced
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.optim.stepping import HostedSteps

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offload.compile.untraced import Unscripted
+from offload.compile import Unscripted
 from offload.optim.state import paired
 from offload.params.view import inner_parts, local_of, sharded_like
 from offload.park.census import own_optimizer

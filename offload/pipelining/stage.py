@@ -28,8 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from offload.pipelining.announcing import Announcements, Announcer
-from offload.pipelining.order import actions_of
+from offload.pipelining.announcing import Announcements, Announcer, actions_of
 from offload.pipelining.versions import AdaptedStage
 
 __all__ = ["Announcer", "OffloadPipelineStage"]

@@ -27,7 +27,7 @@ from typing import Self
 import torch
 
 from offload.client import Client, Phase
-from offload.compile.untraced import import_compiler, untraced
+from offload.compile import import_compiler, untraced
 from offload.config import MIB
 from offload.engine import OffloadEngine
 from offload.ids import ForwardId

@@ -22,7 +22,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from offload.client import Client, Phase, weakly
-from offload.compile.untraced import untraced
+from offload.compile import untraced
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError
 from offload.params.home import Claim, is_alone

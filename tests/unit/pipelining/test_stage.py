@@ -27,7 +27,7 @@ from offload import (
     group_start,
     offload_hooks,
 )
-from offload.pipelining.order import actions_of
+from offload.pipelining.announcing import actions_of
 from offload.pipelining.stage import OffloadPipelineStage
 from offload.telemetry.speaker import Once
 from parallel.schedules import SCHEDULES, build_schedule
