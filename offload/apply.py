@@ -38,8 +38,8 @@ from offload.config import Mode, OffloadConfig, check_min_elements, check_mode, 
 from offload.device import device_bytes, device_name, usable_bytes
 from offload.groups.manager import GroupsManager
 from offload.modules.blocks import Blocks, Modules, beside_blocks, blocks_of, flat, groups_of, names_of
-from offload.modules.conducted import Conducted, conduct, conductor_config
 from offload.modules.hooks import HookPair
+from offload.modules.memory import parts_of, refuse_beyond_host, refuse_parts_beyond_device
 from offload.modules.recomputed import RecomputedCalls
 from offload.modules.root import GroupCalls, HeadCalls, ModelRoot
 from offload.modules.settings import (
@@ -57,9 +57,8 @@ from offload.modules.settings import (
     refuse_shared_caches,
     switch_caches_off,
 )
+from offload.modules.shared import Conducted, WatermarkRoot, conduct, conductor_config, marks_of
 from offload.modules.steps import Root, Steps
-from offload.modules.totals import parts_of, refuse_beyond_host, refuse_parts_beyond_device
-from offload.modules.watermark import WatermarkRoot, marks_of
 from offload.modules.weights import (
     WeightsRoot,
     check_gradients,

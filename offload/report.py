@@ -18,7 +18,7 @@ import torch.distributed as dist
 from offload.auto.controller import Auto
 from offload.groups.manager import GroupsManager
 from offload.marks import existing_manager
-from offload.modules.peak import device_peak_bytes
+from offload.modules.memory import device_peak_bytes
 from offload.planner.explained import Explanation, folded
 from offload.sizes import bytes_text, enough_text
 from offload.telemetry.figures import Figures, KindFigures, Ledger

@@ -28,7 +28,7 @@ from offload.client import weakly
 from offload.compile import untraced
 from offload.engine import OffloadEngine
 from offload.errors import HostBudgetError
-from offload.modules.totals import refuse_beyond_device, size_of, sizes_of
+from offload.modules.memory import refuse_beyond_device, size_of, sizes_of
 from offload.modules.weights import chosen_weights, waiting_gradients
 from offload.optim.classes import is_fused_adam
 from offload.optim.convert import (

@@ -37,7 +37,7 @@ from offload.groups.manager import GroupsManager
 from offload.groups.scope import GroupScope
 from offload.modules.blocks import Blocks
 from offload.modules.hooks import CallsUnderWay, output_tensors
-from offload.modules.peak import BACKWARD, HEAD, PeakWatch
+from offload.modules.memory import BACKWARD, HEAD, PeakWatch
 from offload.modules.settings import checkpoints_off, is_checkpointing
 from offload.modules.steps import Root, Steps
 from offload.saved.chunk import SavedChunk

@@ -31,8 +31,6 @@ from torch import Tensor, nn
 from offload.pipelining.announcing import Announcements, Announcer, actions_of
 from offload.pipelining.versions import AdaptedStage
 
-__all__ = ["Announcer", "OffloadPipelineStage"]
-
 
 class OffloadPipelineStage(AdaptedStage):
     """A `PipelineStage` that announces each chunk.

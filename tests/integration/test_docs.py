@@ -19,8 +19,8 @@ import offload
 from offload import versions
 from offload.config import MODES
 from offload.memory.budget import DEFAULT_SHARE
-from offload.modules import watermark
-from offload.modules.watermark import marks_of
+from offload.modules import shared
+from offload.modules.shared import marks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -218,7 +218,7 @@ def test_versions_and_defaults_that_pages_give_are_those_of_the_code() -> None:
     assert f"None: {DEFAULT_SHARE:.0%} of the machine's memory" in (DOCS / "limits.md").read_text()
     assert "stops: 15/16 of" in str(offload.apply.__doc__)
     assert marks_of("16kB", None) == (16_000, 15_000)
-    with patch.object(watermark, "device_bytes", lambda: 16_000):
+    with patch.object(shared, "device_bytes", lambda: 16_000):
         assert 'None for high: "90%"' in " ".join(str(offload.apply.__doc__).split())
         assert marks_of(None, None) == (14_400, 13_500)
 

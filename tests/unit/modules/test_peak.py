@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import offload
 from offload import PipelineOffloadManager
-from offload.modules import peak
+from offload.modules import memory
 from tests.unit.modules.training import ROWS, WIDTH, Model, build, equal, train
 
 
@@ -18,7 +18,7 @@ from tests.unit.modules.training import ROWS, WIDTH, Model, build, equal, train
 def rises(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """A device whose peak rises when it is told to."""
     highest = [1000]
-    monkeypatch.setattr(peak, "device_peak_bytes", lambda: highest[0])
+    monkeypatch.setattr(memory, "device_peak_bytes", lambda: highest[0])
 
     def by(nbytes: int) -> None:
         highest[0] += nbytes

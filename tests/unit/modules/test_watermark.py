@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import offload
 from offload import HybridDeviceOptimizer, PipelineOffloadManager
-from offload.modules.watermark import WatermarkRoot, marks_of
+from offload.modules.shared import WatermarkRoot, marks_of
 from offload.watermark.runtime import WatermarkRuntime
 from tests.unit.modules.training import CALLS, ROWS, WIDTH, build, equal, plain_of, train
 

@@ -20,7 +20,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from offload import OffloadEngine
 from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import OffloadError
-from offload.modules.totals import parts_of
+from offload.modules.memory import parts_of
 from offload.optim import FSDPGPUOptimizerWrapper, streamed_step
 from tests.unit.optim.rig import assert_same_bits, backward, batch, broken_off, failing, net
 
