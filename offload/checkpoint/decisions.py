@@ -1,7 +1,7 @@
-"""What a selective checkpoint keeps: operators or calls that it was asked for, or whatever a policy says;
-where nobody says which, operators that take long for the bytes that they make; and what a block decides from
-its numbers, such as which expert gets which token: a recompute is given the decisions of its forward, so it
-has the same rows even where a score comes out another in its last bit.
+"""Outputs that a selective checkpoint keeps: operators or calls that it was asked for, or whatever a policy
+says; where nobody says which, operators that take long for the bytes that they make; and what a block decides
+from its numbers, such as which expert gets which token: a recompute is given the decisions of its forward, so
+it has the same rows even where a score comes out another in its last bit.
 
 Two invariants: what is asked for may be kept, or it is refused by name. What is found here is kept in the
 very call in which it is found; what nothing reads, such as the places of a maximum in a pooling, is let go
@@ -101,15 +101,15 @@ Place = tuple[Operator, int]
 
 @dataclass(slots=True, eq=False)
 class KeepContext:
-    """What a policy is told besides the call, as torch's own: it is asked in the forward only, after the
-    operator has run."""
+    """Context that a policy gets besides the call, as of torch's own: it is asked in the forward only, after
+    the operator has run."""
 
     op_output: Any
     is_recompute: bool = False
 
 
 class Keep:
-    """What is to be kept: a set of operators, a set of calls, or a policy.
+    """Request for outputs to keep: a set of operators, a set of calls, or a policy.
 
     of_block: the set may be empty; until it has `learned` what the block decides, calls of every operator are
         counted; and no output is kept that was changed in place.
@@ -164,12 +164,12 @@ class Keep:
         return keep
 
     def numbers(self, operator: Operator) -> bool:
-        """Whether calls of this operator are counted: those that may be kept, in the forward and in the
+        """Predicate: calls of this operator are counted: those that may be kept, in the forward and in the
         recompute alike."""
         return operator not in SAC_IGNORED_OPS if self._numbers_all else operator in self._numbered
 
     def may_want(self, operator: Operator, number: int) -> bool:
-        """Whether a call may be kept: asked before it, of an operator that is counted."""
+        """Predicate: a call may be kept. Asked before it, of an operator that is counted."""
         place = (operator, number)
         named = operator in self._whole and place not in self._without
         return self.policy is not None or named or place in self.calls
@@ -202,17 +202,13 @@ def _check_call(call: Any) -> Place:
 
 @functools.cache
 def _why_never(operator: Operator) -> str:
-    """As never_kept, and collectives: whether one is found depends on a rank's sizes, and all ranks call it
-    in their recompute, or none."""
+    """Reason as of never_kept, or that the operator is a collective: whether one is found depends on a rank's
+    sizes, and all ranks call it in their recompute, or none."""
     return never_kept(operator) or ("it communicates" if is_collective(operator) else "")
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
-
-
-def _chooses(tensor: torch.Tensor) -> bool:
-    return _is_whole(tensor) or tensor.dtype is torch.bool
 
 
 def choices_of(operator: Any, given: Sequence[torch.Tensor], output: Any) -> list[torch.Tensor]:
@@ -225,23 +221,24 @@ def choices_of(operator: Any, given: Sequence[torch.Tensor], output: Any) -> lis
     return [
         part
         for part in plain_parts(output)
-        if _chooses(part) and (writes or (part.untyped_storage()._cdata, part.dtype) not in dtypes)
+        if (_is_whole(part) or part.dtype is torch.bool)
+        and (writes or (part.untyped_storage()._cdata, part.dtype) not in dtypes)
     ]
 
 
 def makes_number(operator: Any, given: Sequence[torch.Tensor]) -> bool:
-    """Whether a call makes a Python number of others than whole ones."""
+    """Predicate: a call makes a Python number of others than whole ones."""
     return torch.Tag.data_dependent_output in getattr(operator, "tags", ()) and not all(map(_is_whole, given))
 
 
 def decides(operator: Any, given: Sequence[torch.Tensor], output: Any) -> bool:
-    """Whether a call decides, if what it makes is read."""
+    """Predicate: a call decides, if what it makes is read."""
     return bool(choices_of(operator, given, output)) or makes_number(operator, given)
 
 
 def is_decision(part: torch.Tensor, reader: Any) -> bool:
-    """Whether `part`, which a call that decides has made, is one, since operator `reader` reads it. A view
-    of it reads nothing."""
+    """Predicate: `part`, which a call that decides has made, is a decision, since operator `reader` reads it.
+    A view of it reads nothing."""
     schema = getattr(reader, "_schema", None)
     if schema is not None and any(
         made.alias_info and not made.alias_info.is_write for made in schema.returns

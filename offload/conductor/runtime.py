@@ -61,7 +61,7 @@ class TelemetryHub:
         self._lines = JsonLines(config.telemetry_file if self._every else None, off="telemetry_interval=0")
 
     def event(self, what: str, **fields: Any) -> None:
-        """Where events are traced, one of them."""
+        """Record an event, where events are traced."""
         if self.traces:
             self._events.append({"event": what, **fields})
 
@@ -105,7 +105,7 @@ class ConductorRuntime:
             return
         self._lock = threading.RLock()
         self.step = -1
-        self._number: int | None = None  # of the step that begins; None counts on
+        self._number: int | None = None
         self.counts = Counts()
         self.budget = BudgetManager(allocated or torch.cuda.memory_allocated, config, self.counts)
         self.transfers = TransferManager(config.h2d_slots, config.d2h_slots, self.counts)
@@ -145,13 +145,7 @@ class ConductorRuntime:
     def begin_step(self, step: int | None = None) -> None:
         """A step begins. step: its number in the telemetry; None counts on. Raises PhaseOrderError, as all of
         these do, where the order cannot be, and nothing has changed then."""
-        if self._enabled:
-            with self._lock:
-                self._number = step
-                try:
-                    self.coordinator.enter(Phase.STEP_BEGIN)
-                finally:
-                    self._number = None
+        self._enter(Phase.STEP_BEGIN, step)
 
     def enter_forward(self) -> None:
         """A forward begins; called again in one, it does nothing."""
@@ -181,9 +175,11 @@ class ConductorRuntime:
             if self.phase not in (None, Phase.STEP_END):
                 self.coordinator.enter(Phase.STEP_END)
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: Phase, number: int | None = None) -> None:
+        """number: of the step that begins; None counts on."""
         if self._enabled:
             with self._lock:
+                self._number = number
                 self.coordinator.enter(phase)
 
     def _entered(self, phase: Phase) -> None:
@@ -228,7 +224,7 @@ class ConductorRuntime:
         }
 
     def snapshots(self) -> dict[str, dict[str, int | None]]:
-        """What the runtimes' attributes are, by adapter; of those that have any."""
+        """Values of the runtimes' attributes, by adapter; of those that have any."""
         return {adapter.name: found for adapter in self.adapters if (found := adapter.snapshot())}
 
     # -- memory ----------------------------------------------------------------------------------------------
@@ -260,7 +256,7 @@ class ConductorRuntime:
             return self.budget.release(reservation)
 
     def report_pinned(self, owner: str, nbytes: int) -> None:
-        """What `owner` has pinned now, in place of what it reported before."""
+        """Note what `owner` has pinned now, in place of what it reported before."""
         if self._enabled:
             with self._lock:
                 self.budget.report_pinned(owner, nbytes)
