@@ -1,4 +1,5 @@
-"""What torch.compile must not see of the engine, and what a compiled function keeps where no hook sees it.
+"""Functions that torch.compile must not trace, and a report of what a compiled function keeps where no hook
+sees it.
 
 Functions that the compiler calls instead of looking into them, and a package that it passes over, keep it out
 of the engine. One invariant: nothing of the engine is ever traced, for a graph would keep its effects of one

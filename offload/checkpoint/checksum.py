@@ -49,7 +49,7 @@ def to_host(values: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """What runs inside is seen by no mode, no subclass, no autograd and no forward AD."""
+    """Context whose calls are seen by no mode, no subclass, no autograd and no forward AD."""
     guards = torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction()
     with guards[0], guards[1], torch._C._AutoDispatchBelowAutograd():
         yield

@@ -61,7 +61,7 @@ _graph_task = torch._C._current_graph_task_id
 
 
 class Reads(Protocol):
-    """What the groups know of the backward of one call. Callers hold no lock."""
+    """The groups' knowledge of the backward of one call. Callers hold no lock."""
 
     @property
     def half(self) -> str:
@@ -82,7 +82,7 @@ class Reads(Protocol):
 
 
 class _Save:
-    """What autograd keeps of one save. held: what the checkpoint gave for it."""
+    """The object that autograd keeps of one save. held: what the checkpoint gave for it."""
 
     __slots__ = ("__weakref__", "held", "number")
 
@@ -197,7 +197,7 @@ BeforeAgain = Callable[[], Callable[[], None] | None]
 
 
 class InputGroup(Protocol):
-    """Whose the inputs of one call are."""
+    """The group that the inputs of one call belong to."""
 
     def open(self, arguments: Sequence[torch.Tensor]) -> None: ...
 
@@ -226,8 +226,8 @@ _due = _Due()
 
 
 def is_recompute(module: nn.Module) -> bool:
-    """Whether the call of `module` that begins now is a recompute, which its hooks let pass. Ask once a call,
-    first: the next call of it is none."""
+    """Predicate: the call of `module` that begins now is a recompute, which its hooks let pass. Ask once a
+    call, first: the next call of it is none."""
     if _due.module is not module:
         return False
     _due.module = None

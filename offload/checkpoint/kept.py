@@ -119,13 +119,13 @@ def check_keepable(operator: object) -> Operator:
 
 
 def is_collective(operator: Any) -> bool:
-    """Whether it communicates, and returns what it has received."""
+    """Predicate: the operator communicates, and returns what it has received."""
     return isinstance(operator, OpOverload) and operator.namespace in _COLLECTIVES
 
 
 def writes_inputs(operator: OpOverload) -> bool:
-    """Whether it writes to what it is given. The schema of a batch norm does not say that it writes its
-    statistics."""
+    """Predicate: the operator writes to its arguments. The schema of a batch norm does not say that it writes
+    its statistics."""
     return operator._schema.is_mutable or any(
         argument.name == "running_mean" for argument in operator._schema.arguments
     )
@@ -196,8 +196,8 @@ def storages_of(values: Any) -> Iterator[torch.UntypedStorage]:
 
 # -- random numbers ------------------------------------------------------------------------------------------
 class RandomStep(NamedTuple):
-    """What a call did to the random state of its device. Its bytes are on the host: 16 of a GPU's generator,
-    5,056 of the CPU's."""
+    """Change that a call made to the random state of its device. Its bytes are on the host: 16 of a GPU's
+    generator, 5,056 of the CPU's."""
 
     device: torch.device
     before: torch.Tensor
@@ -303,7 +303,7 @@ class KeptCall:
                 self._watched.append((probe, view.size(), probe._version))
 
     def is_written(self) -> bool:
-        """Whether an output was modified in place since."""
+        """Predicate: an output was modified in place since."""
         held = [(probe, version) for probe, _, version in self._watched]
         for leaf in self._leaves:
             if isinstance(leaf, Passed) and leaf.version is not None:

@@ -1,5 +1,5 @@
-"""What the modules of a block are bound to around one forward, their buffers' values and the arguments of the
-call, for a recompute after somebody changed them.
+"""Objects that the modules of a block are bound to around one forward, their buffers' values and the
+arguments of the call, for a recompute after somebody changed them.
 
 `torch.func.functional_call` puts other tensors in the places of parameters for one forward; loops evaluate
 between a forward and its backward, set an attribute for each of two live forwards, or exchange a submodule;
@@ -155,7 +155,7 @@ def inner_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def is_trained(modules: Sequence[nn.Module]) -> bool:
-    """Whether any parameter of them requires a gradient."""
+    """Predicate: a parameter of these modules requires a gradient."""
     return any(
         parameter is not None and parameter.requires_grad
         for owner in modules
@@ -185,13 +185,14 @@ def _hooks_of(tensors: Sequence[torch.Tensor]) -> dict[tuple[int, int], dict[int
 
 
 def is_sharded(modules: Sequence[nn.Module]) -> bool:
-    """Whether FSDP2 gathers parameters of theirs for each recompute: they are gone with the recompute's end,
-    so nothing that was saved of them may be read later."""
+    """Predicate: FSDP2 gathers parameters of these modules for each recompute. They are gone with the
+    recompute's end, so nothing that was saved of them may be read later."""
     return any(hasattr(type(inner), "_get_fsdp_state") for inner in modules)
 
 
 def has_lazy(modules: Sequence[nn.Module]) -> bool:
-    """Whether a parameter or a buffer of them has no shape yet, which the next forward will give it."""
+    """Predicate: a parameter or a buffer of these modules has no shape yet, which the next forward will give
+    it."""
     return any(isinstance(owner, LazyModuleMixin) and owner.has_uninitialized_params() for owner in modules)
 
 
@@ -289,8 +290,8 @@ class _Bound(list[dict[str, Any]]):
         self._bound = list(chain.from_iterable(map(dict.values, places)))
 
     def is_still_in(self, places: Sequence[dict[str, Any]]) -> bool:
-        """Whether as many objects are bound, and the very same ones in the same order. Most calls do no more,
-        three times each, so no step of it is Python's."""
+        """Predicate: as many objects are bound, and the very same ones in the same order. Most calls do no
+        more, three times each, so no step of it is Python's."""
         bound = chain.from_iterable(map(dict.values, places))
         return list(map(len, places)) == list(map(len, self)) and all(map(is_, bound, self._bound))
 
@@ -368,7 +369,7 @@ def refuse_written(module: nn.Module, given: Iterable[tuple[torch.Tensor, int]])
 
 
 def is_cache(value: object) -> bool:
-    """Whether it is a cache of keys and values, as transformers has them."""
+    """Predicate: the value is a cache of keys and values, as transformers has them."""
     kind = type(value)  # an object that answers to any name, as torch.fx's proxies, is none
     return hasattr(kind, "get_seq_length") and hasattr(kind, "update")
 

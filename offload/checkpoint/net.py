@@ -1,5 +1,5 @@
-"""Whether a recompute saves the bits that its forward saved, compared save by save in some of the calls; and
-which operators a selective checkpoint was asked to keep and were never called.
+"""A comparison, in some of the calls, of the bits that a recompute saves with those that its forward saved;
+and warnings of which operators a selective checkpoint was asked to keep and were never called.
 
     sample = watch.sample(engine, name, kind)   # a forward of block `name` begins; None for most calls
     pack = telling(sample.add, pack)            # around the pack of its saves
@@ -173,11 +173,11 @@ class Watch:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
     def refuses(self, name: str, module: nn.Module) -> bool:
-        """Whether block `name`, `module`, is to be kept or moved instead of recomputed."""
+        """Predicate: the saves of block `name`, `module`, are to be kept or moved instead of recomputed."""
         return name in self._never or type(module) in self._refused
 
     def sample(self, engine: OffloadEngine, name: str, kind: object) -> Sample | None:
-        """What compares a call that begins; None for most. kind: the class of the block."""
+        """Sample that compares a call which begins; None for most. kind: the class of the block."""
         number = self._calls[name]
         self._calls[name] = number + 1
         if number >= _FIRST_CALLS:
@@ -324,8 +324,8 @@ class _Saved(NamedTuple):
 
 
 class _Verdict(NamedTuple):
-    """What the comparison of a recompute in `step` says. differs: on its way to the host, there once `event`
-    has passed. looks: of the saves that it is about."""
+    """Result of comparing a recompute in `step`. differs: on its way to the host, there once `event` has
+    passed. looks: of the saves that it is about."""
 
     report: Callable[[str], None]
     is_early: bool
@@ -358,8 +358,8 @@ class Net(Client):
         self.look(before=self.step - 1)
 
     def region_sample(self, engine: OffloadEngine, kind: object) -> Sample | None:
-        """What compares a region with selective_contexts() that begins; None for most. Nobody says which one
-        it is: the regions of each step are counted. kind: what it keeps."""
+        """Sample that compares a region with selective_contexts() which begins; None for most. Nobody says
+        which one it is: the regions of each step are counted. kind: what it keeps."""
         self.num_regions = min(self.num_regions + 1, _MOST_REGIONS)
         name = f"region {self.num_regions} of a step with selective_contexts()"
         return self._regions.sample(engine, name, kind)
@@ -395,7 +395,7 @@ _hooks: list[Any] = []
 
 
 def net_of(engine: OffloadEngine) -> Net:
-    """That of an engine, attached to it as a client on first use."""
+    """The net of an engine, attached to it as a client on first use."""
     if engine not in _nets:
         _nets[engine] = Net(engine)
         engine.attach(_nets[engine])

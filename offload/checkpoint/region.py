@@ -66,8 +66,8 @@ def _noted(looks: _Looks) -> _Looks:
 
 
 class _Save:
-    """What autograd keeps of one save. looks: shape, dtype and device. made: the tensor, from its recompute
-    for `task` to its read. others: the same of tasks that were overtaken by that one."""
+    """The object that autograd keeps of one save. looks: shape, dtype and device. made: the tensor, from its
+    recompute for `task` to its read. others: the same of tasks that were overtaken by that one."""
 
     __slots__ = ("__weakref__", "looks", "made", "others", "task")
 
@@ -83,7 +83,7 @@ class _Save:
         self.made, self.task = made, task
 
     def take(self, task: object, *, leave: bool = False) -> torch.Tensor | None:
-        """What was made for this task; None once it was taken. leave: another read may come."""
+        """The tensor that was made for this task; None once it was taken. leave: another read may come."""
         if self.task == task:
             made = self.made
             if not leave:

@@ -103,14 +103,14 @@ def contexts_for(
 
 
 def is_traced() -> bool:
-    """Whether torch.compile, or another tracer, makes a graph of what is called now."""
+    """Predicate: torch.compile, or another tracer, makes a graph of what is called now."""
     keys = torch._C._TorchDispatchModeKey
     modes = map(torch._C._get_dispatch_mode, (keys.PROXY, keys.FUNCTIONAL))
     return any(mode is not None for mode in modes) or torch.compiler.is_compiling()
 
 
 class KeptGroup(Protocol):
-    """Whose the kept outputs of one region are, while its forward runs."""
+    """The group that the kept outputs of one region belong to, while its forward runs."""
 
     def begin(self) -> None: ...
 

@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _NoQuestionError(Exception):
-    """What was asked makes no sense."""
+    """The question makes no sense."""
 
 
 def _compared(given: argparse.Namespace) -> Comparison:
@@ -131,7 +131,7 @@ def _compared(given: argparse.Namespace) -> Comparison:
 
 
 def _mode(name: str) -> dict[str, Any]:
-    """As `compare` takes it. Raises ValueError for a slip."""
+    """The mode as `compare` takes it. Raises ValueError for a slip."""
     return {"mode": check_mode("--modes", _NO_TEXT.get(name.strip(), name.strip()))}
 
 

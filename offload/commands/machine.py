@@ -1,5 +1,5 @@
-"""What the system says of the host that this process runs on (/proc, /sys, and its limits), and what the
-links of its GPUs carry, each alone and all at once, with the rate of pinning.
+"""Figures that the system has of the host that this process runs on (/proc, /sys, and its limits), and what
+the links of its GPUs carry, each alone and all at once, with the rate of pinning.
 
 One invariant: what cannot be read is None or empty and never an error, so that a container that hides half of
 /sys gets the other half of the answer. A GPU that fails, or never answers, is a figure that is missing, with
@@ -37,7 +37,7 @@ _GENERATIONS = {"2.5": 1, "5": 2, "8": 3, "16": 4, "32": 5, "64": 6}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Of this process's host.
+    """Figures of this process's host.
 
     | name | None or empty where it cannot be read | unit |
     |---|---|---|
@@ -123,8 +123,8 @@ def node_of(address: str, root: Path = _ROOT) -> int | None:
 
 
 def pcie_of(address: str, root: Path = _ROOT) -> Pcie | None:
-    """As NVIDIA's library says, where nvidia-ml-py is installed, else as /sys does. For right after a copy:
-    an idle link falls back to a lower generation."""
+    """The link's generation and lanes, as NVIDIA's library says, where nvidia-ml-py is installed, else as
+    /sys does. For right after a copy: an idle link falls back to a lower generation."""
     with suppress(Exception):  # no such package, no such library, no permission, a GPU that has gone
         import pynvml
 

@@ -40,7 +40,7 @@ class GradientOffloadHook:
         self._hooks: list[Any] = [register_optimizer_step_pre_hook(weakly(self._before_step))]
 
     def register(self, params: Iterable[Tensor]) -> None:
-        """Those of them that require gradients, now."""
+        """Watch those parameters that require gradients now."""
         for parameter in params:
             if parameter.requires_grad:
                 hook = weakly(self._accumulated)
@@ -94,7 +94,7 @@ class GradientOffloadHook:
 
     @property
     def offloaded_params(self) -> list[Tensor]:
-        """Those whose gradient the host has."""
+        """Parameters whose gradient the host has."""
         return [parameter for parameter, _ in self._held.values()]
 
     def clear(self) -> None:

@@ -49,7 +49,7 @@ class OffloadTensorGroup(Group):
         self.begin_names(use_cpu_pool, device)
 
     def begin_names(self, use_cpu_pool: bool | None, device: Device | None) -> None:
-        """What the sources' names need, beside what every group has."""
+        """Add what the sources' names need, beside what every group has."""
         self.use_cpu_pool = self.name not in DYNAMIC_SHAPE_GROUPS if use_cpu_pool is None else use_cpu_pool
         self._device = device
         self._tensors: dict[object, torch.Tensor] = {}
@@ -58,7 +58,7 @@ class OffloadTensorGroup(Group):
 
     @property
     def offload(self) -> bool:
-        """Whether the group leaves."""
+        """Predicate: the group leaves."""
         return not self.stays
 
     # -- tensors by tag --------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class ChunkOffloadHandler(ChunkGroups):
         self.h2d_stream: Lane = h2d_stream if h2d_stream is not None else engine.device.h2d
 
     def begin_names(self, cpu_tensor_pool: GPUTensorPool | None, manager: GroupsManager | None) -> None:
-        """What the sources' names need, beside what every chunk has."""
+        """Add what the sources' names need, beside what every chunk has."""
         engine = self.engine
         if cpu_tensor_pool is None:
             cpu_tensor_pool = GPUTensorPool("cpu", pin_memory=True, arena=engine.arena)
@@ -200,7 +200,7 @@ class ChunkOffloadHandler(ChunkGroups):
         return next((group for group in self.groups[self._index :] if name in (None, group.name)), None)
 
     def finish_all_groups(self, name: str | None = None) -> bool:
-        """Whether every recorded group has been started, or none of that name remains. Needs a name while
+        """Predicate: every recorded group has been started, or none of that name remains. Needs a name while
         some remain."""
         if self.groups and self._index >= len(self.groups):
             return True
@@ -295,9 +295,9 @@ class ChunkOffloadHandler(ChunkGroups):
 
     # -- by hand: groups -------------------------------------------------------------------------------------
     def should_bulk_offload(self) -> bool:
-        """Whether the group at hand leaves: not while offloading is off, nor when the plan keeps it, nor,
-        after warm-up, the last of its name in the chunk that is read next: it would have to come back at
-        once."""
+        """Predicate: the innermost open group leaves. Not while offloading is off, nor when the plan keeps
+        it, nor, after warm-up, the last of its name in the chunk that is read next: it would have to come
+        back at once."""
         group = self.innermost_open()
         if group is None or not self.do_offload or group.stays:
             return False

@@ -58,7 +58,7 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
         self.begin_names()
 
     def begin_names(self) -> None:
-        """What the sources' names need, beside what every manager has."""
+        """Add what the sources' names need, beside what every manager has."""
         self.cpu_tensor_pool = GPUTensorPool("cpu", pin_memory=True, arena=self.engine.arena)
         self._cached_forward: list[ChunkOffloadHandler] = []  # of the step that ended warm-up
         self._walk = 0
@@ -96,8 +96,8 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
         self.close_scope(self._entered.pop())
 
     def on_save_for_backward(self, tensor: torch.Tensor) -> Any:
-        """What autograd's graph keeps instead of `tensor`. Asserts that it is called inside the offload
-        context."""
+        """The object that autograd's graph keeps instead of `tensor`. Asserts that it is called inside the
+        offload context."""
         assert self.engine.hooks.innermost() is not None, (
             "Must be inside offload context: use `with manager:` around the save"
         )

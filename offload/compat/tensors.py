@@ -178,7 +178,7 @@ class TensorOffloader:
             return handle
 
     def send(self, tensor: Tensor, held: bool) -> OffloadHandle:
-        """As `offload`, of a tensor that is checked. held: compute waits for the copy at once."""
+        """Do what `offload` does, of a tensor that is checked. held: compute waits for the copy at once."""
         device, compute = self._device, self._device.compute
         self.engine.refuse_in_capture("offload of a tensor by hand")
         with self.engine.lock, torch.no_grad():

@@ -161,7 +161,8 @@ def offload_weights(module: nn.Module, name: str = "weights") -> nn.Module:
 
 
 def offload_activation(tensor: Tensor, name: str = "activation") -> Tensor:
-    """What is saved from here to `offload_commit` leaves: `offload.group_start(tensor, name, hooks=True)`."""
+    """Have leave what is saved from here to `offload_commit`: `offload.group_start(tensor, name,
+    hooks=True)`."""
     return marks.group_start(tensor, name, hooks=True)
 
 

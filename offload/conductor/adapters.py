@@ -23,7 +23,7 @@ Answer = TransferToken | Denied | None
 
 
 class Arbiter(Protocol):
-    """What an adapter asks of its conductor."""
+    """The part of a conductor that an adapter calls."""
 
     def acquire_transfer(self, owner: str, direction: Direction, priority: Priority) -> Answer: ...
 
@@ -31,7 +31,7 @@ class Arbiter(Protocol):
 
 
 class ConductorAdapter:
-    """Of one runtime. `register` of the conductor attaches it, `unregister` and `shutdown` detach it.
+    """Adapter of one runtime. `register` of the conductor attaches it, `unregister` and `shutdown` detach it.
 
     runtime: whose attributes it writes. name: in telemetry, and of its requests. window: blocks that it
     fetches ahead where nothing caps them; None where it has no such number.
@@ -73,7 +73,7 @@ class ConductorAdapter:
         return None
 
     def snapshot(self) -> dict[str, int | None]:
-        """What the attributes are; nothing without any."""
+        """Values of the attributes; nothing without any."""
         return {name.strip("_"): getattr(holder, name) for name, (holder, _) in self._found.items()}
 
     # -- for subclasses --------------------------------------------------------------------------------------

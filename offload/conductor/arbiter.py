@@ -47,7 +47,7 @@ _SAVE_TENSORS = ("groups", "watermark")  # clients
 
 
 class _Piece:
-    """As Lease: one piece, from its request until its copy has passed."""
+    """The Lease of one piece, from its request until its copy has passed."""
 
     def __init__(
         self, of: Conductor, inner: Lease, nbytes: int, direction: Direction, client: str, priority: Priority
@@ -88,7 +88,7 @@ class _EngineClient(Client):
 
 
 class Conductor(ConductorRuntime):
-    """Of one engine, from now on until `shutdown`.
+    """Arbiter of one engine, from now on until `shutdown`.
 
     config: None for the caps of the engine's device, and no telemetry, with `fields` in their place. engine:
     None for the process's own; where the process gets another one, because that was closed, it goes there.
@@ -145,7 +145,7 @@ class Conductor(ConductorRuntime):
             self._arbitrate(engine)
 
     def shutdown(self) -> None:
-        """As ConductorRuntime; the engine is as it was."""
+        """Shut down as ConductorRuntime does; the engine is as it was."""
         if self._enabled:
             self._leave()
             super().shutdown()
@@ -167,7 +167,7 @@ class Conductor(ConductorRuntime):
 
     # -- phases ----------------------------------------------------------------------------------------------
     def begin_step(self, step: int | None = None) -> None:
-        """As ConductorRuntime; from now on phases are the user's."""
+        """Begin a step as ConductorRuntime does; from now on phases are the user's."""
         self._by_hand = True
         super().begin_step(step)
 
@@ -193,13 +193,14 @@ class Conductor(ConductorRuntime):
             self._limits.bound("max_spilling_bytes", None if leave else 0)
 
     def _bound_ahead(self, several: bool) -> None:
-        """Where several kinds come in, none has more than `slot_mb` fetched ahead of its reader."""
+        """Bound each kind, where several come in: none has more than `slot_mb` fetched ahead of its
+        reader."""
         if several is not self._several:
             self._several = several
             self._limits.bound("kind_ahead_bytes", self.config.slot_bytes if several else None)
 
     def snapshots(self) -> dict[str, dict[str, int | None]]:
-        """As ConductorRuntime; of the engine's own clients, what holds for them."""
+        """Values as of ConductorRuntime; of the engine's own clients, what holds for them."""
         found, hints, clients = super().snapshots(), self.hints, {client for client, _ in self._pieces}
         h2d, d2h = hints.max_inflight_h2d, hints.max_inflight_d2h if self._saves_leave else 0
         if "weights" in clients:
@@ -210,7 +211,8 @@ class Conductor(ConductorRuntime):
 
     # -- as Admission ----------------------------------------------------------------------------------------
     def ask(self, nbytes: int, direction: Direction, owner: Owner, priority: Priority) -> Lease | Denied:
-        """As Admission. A copy in a capture is not arbitrated: its events cannot be asked for."""
+        """Answer a request, as Admission. A copy in a capture is not arbitrated: its events cannot be asked
+        for."""
         inner = self._inner.ask(nbytes, direction, owner, priority)
         if self.engine.device.is_capturing():
             return inner
@@ -272,8 +274,8 @@ class Conductor(ConductorRuntime):
         return 1 if self.hints.suppress_speculative else self.hints.prefetch_window_cap
 
     def _is_short(self) -> bool:
-        """Whether what is kept instead of sent may be missing: saved bytes have a limit, somebody watches the
-        device, or rule 1 would hold."""
+        """Predicate: bytes that are kept instead of sent may be missing, since saved bytes have a limit,
+        somebody watches the device, or rule 1 would hold."""
         limits = self.engine.limits
         is_bounded = limits.device_limit_bytes is not None or bool(limits.watchers)
         return is_bounded or is_pressed(self.budget.allocated(), self.config.hard_bytes)
@@ -297,5 +299,5 @@ class Conductor(ConductorRuntime):
                 del mine[piece]
 
     def _num_clients(self, direction: Direction) -> int:
-        """Of the engine, that copy there: each has one slot."""
+        """Number of the engine's clients that copy there: each has one slot."""
         return sum(way is direction and bool(mine) for (_, way), mine in self._pieces.items())

@@ -86,7 +86,7 @@ class _Owned(NamedTuple):
 
     @property
     def claim(self) -> int:
-        """What nobody else may have."""
+        """Bytes that nobody else may have."""
         return max(self.floor, self.others)
 
 
@@ -103,18 +103,18 @@ class BudgetManager:
     # -- figures ---------------------------------------------------------------------------------------------
     @property
     def headroom_bytes(self) -> int:
-        """Of the device, below the hard cap; negative above it."""
+        """Free bytes of the device, below the hard cap; negative above it."""
         return self.config.hard_bytes - self.allocated()
 
     def granted_bytes(self, pool: Pool, *, but: str | None = None) -> int:
-        """What is promised or reported there, to all owners but one; of a floor and what was taken out of it,
-        the larger."""
+        """Bytes that are promised or reported there, to all owners but one; of a floor and what was taken out
+        of it, the larger."""
         owners = {one.owner for one in self._held.values() if one.pool is pool} - {but}
         reported = sum(self._reported.values()) if pool is Pool.PINNED else 0
         return reported + sum(self._owned(pool, owner).claim for owner in owners)
 
     def held(self) -> list[Reservation]:
-        """Those that are not released, oldest first."""
+        """Reservations that are not released, oldest first."""
         return list(self._held.values())
 
     # -- requests --------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class BudgetManager:
         return held
 
     def report_pinned(self, owner: str, nbytes: int) -> None:
-        """What `owner` has pinned, in place of what it reported before: a fact, which no cap refuses."""
+        """Note what `owner` has pinned, in place of what it reported before: a fact, which no cap refuses."""
         self._reported[owner] = nbytes
 
     def release(self, reservation: Reservation | int) -> bool:
@@ -162,7 +162,7 @@ class BudgetManager:
 
     # -- guests ----------------------------------------------------------------------------------------------
     def can_guest_allocate(self, nbytes: int, safety_margin_mb: float = 500) -> bool:
-        """Whether somebody who makes no reservations may allocate so much on the device now, and `margin`
+        """Predicate: somebody who makes no reservations may allocate so much on the device now, and `margin`
         MiB stay free below the hard cap."""
         return nbytes <= self.config.hard_bytes - self._used(Pool.VRAM) - round(safety_margin_mb * (1 << 20))
 
@@ -206,7 +206,7 @@ class BudgetManager:
         )
 
     def _used(self, pool: Pool, *, but: str | None = None) -> int:
-        """What is there and what is promised, to all owners but one."""
+        """Bytes that are there and bytes that are promised, to all owners but one."""
         there = 0 if pool is Pool.PINNED else self.allocated() + self.guest_bytes
         return there + self.granted_bytes(pool, but=but)
 
@@ -243,7 +243,7 @@ class TransferManager:
 
     @property
     def all_full(self) -> bool:
-        """Whether no slot is free, in either direction."""
+        """Predicate: no slot is free, in either direction."""
         return all(self.in_flight(direction) >= slots for direction, slots in self.allowed.items())
 
     def refusal(self, direction: Direction, priority: Priority) -> DenialReason | None:

@@ -1,4 +1,4 @@
-"""What the conductor can be told, checked before anything is built.
+"""Settings of the conductor, checked before anything is built.
 
 One invariant: a config that exists is valid. Names and defaults are the source system's; `_mb` means MiB
 (1,048,576 bytes).

@@ -113,7 +113,8 @@ DEFAULT_WINDOW = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeLimitHints:
-    """What runtimes are to keep to. prefetch_window_cap: blocks fetched ahead; None: as many as they do."""
+    """Limits that runtimes are to keep to. prefetch_window_cap: blocks fetched ahead; None: as many as they
+    do."""
 
     max_inflight_h2d: int
     max_inflight_d2h: int
@@ -122,12 +123,12 @@ class RuntimeLimitHints:
 
 
 def is_pressed(allocated_bytes: int, hard_bytes: int) -> bool:
-    """Whether pressure is above PRESSURE_PERCENT: at it, it is not."""
+    """Predicate: pressure is above PRESSURE_PERCENT, and not at it."""
     return allocated_bytes * 100 > hard_bytes * PRESSURE_PERCENT
 
 
 class PolicyBridge(Protocol):
-    """What turns phases and checks into hints."""
+    """Rules that turn phases and checks into hints."""
 
     def begin_step(self, window: int | None) -> None: ...
 
@@ -174,7 +175,7 @@ class HeuristicPolicyBridgeV0:
             self._suppressed = True
 
     def hints(self) -> RuntimeLimitHints:
-        """What holds now."""
+        """Limits that hold now."""
         h2d, d2h = self._slots
         return RuntimeLimitHints(
             max_inflight_h2d=1 if self._phase is Phase.OPTIMIZER else h2d,
@@ -189,7 +190,7 @@ class TurnsPolicyBridge(HeuristicPolicyBridgeV0):
     memory would suppress the prefetches of every forward that follows. Within a turn they only tighten."""
 
     def enter(self, phase: Phase, allocated_bytes: int, hard_bytes: int) -> None:
-        """As HeuristicPolicyBridgeV0."""
+        """A phase begins, as of HeuristicPolicyBridgeV0; its turn starts anew."""
         if phase is not self._phase:
             self._start_anew()
         super().enter(phase, allocated_bytes, hard_bytes)

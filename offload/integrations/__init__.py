@@ -1,4 +1,4 @@
-"""Where people train: transformers' Trainer and TRL's, Lightning, accelerate, torchtitan, axolotl.
+"""Adapters to trainers: transformers' Trainer and TRL's, Lightning, accelerate, torchtitan, axolotl.
 
 Each module of this package imports its framework, and is imported only by who uses it:
 

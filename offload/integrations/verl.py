@@ -78,7 +78,7 @@ def parking(engine: Any) -> Any:
             return self._awake(super().load_checkpoint, *args, **kwargs)
 
         def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
-            """What it returns is read later: the weights stay awake until verl moves them."""
+            """Return what verl reads later: the weights stay awake until verl moves them."""
             self.to("", optimizer=False, grad=False)
             return super().get_per_tensor_param(*args, **kwargs)
 

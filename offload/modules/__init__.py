@@ -1,1 +1,1 @@
-"""What is attached to the modules of a user's model: which are its blocks, and the hooks that they get."""
+"""Blocks of a user's model and the hooks that they get: which are its blocks, and the hooks that they get."""

@@ -28,13 +28,13 @@ _SHOWN = 8
 
 
 def blocks_of(model: nn.Module, blocks: Modules | None) -> Blocks:
-    """Those that patterns name, or `find_blocks`. Raises ValueError."""
+    """Blocks that patterns name, or those of `find_blocks`. Raises ValueError."""
     return find_blocks(model) if blocks is None else without_nested(match_groups(model, blocks, "blocks"))
 
 
 def groups_of(model: nn.Module, blocks: Modules | None, modules: Modules | None) -> Blocks:
-    """What gets groups of its own: blocks, or modules, and where blocks are named those inside. Raises
-    ValueError."""
+    """Modules that get groups of their own: blocks, or modules, and where blocks are named those inside.
+    Raises ValueError."""
     if modules is None:
         return blocks_of(model, blocks)
     found = match_groups(model, modules, "modules")
@@ -135,7 +135,7 @@ def _members(container: nn.Module) -> dict[str, nn.Module]:
 
 
 def _alike(members: Mapping[str, nn.Module]) -> list[str]:
-    """Those with another of their class beside them, or, of layers, anywhere."""
+    """Names of members with another of their class beside them, or, of layers, anywhere."""
     counts = Counter(map(type, members.values()))
     found = {name for name, child in members.items() if counts[type(child)] > 1 and _is_layer(child)}
     for (name, child), (next_name, following) in pairwise(members.items()):
@@ -145,8 +145,8 @@ def _alike(members: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether it is made of modules, and neither a container nor one module with what an adapter or a
-    parametrization adds."""
+    """Predicate: the module is made of modules, and neither a container nor one module with what an adapter
+    or a parametrization adds."""
     parts = {name for name, _ in module.named_children()} - {"parametrizations"}
     return bool(parts) and "base_layer" not in parts and type(module) not in (*_CONTAINERS, nn.ModuleDict)
 
@@ -242,7 +242,7 @@ def without_nested(groups: Blocks) -> Blocks:
 
 
 def _near(model: nn.Module, pattern: str) -> str:
-    """What `pattern`, which matches no name, may have meant."""
+    """Names that `pattern`, which matches none, may have meant, as text."""
     names = [name for name, _ in model.named_modules() if name]
     of_class = [
         name for name, module in model.named_modules() if name and fnmatchcase(type(module).__name__, pattern)
@@ -259,7 +259,7 @@ def _near(model: nn.Module, pattern: str) -> str:
 
 
 def _patterns_of(model: nn.Module, names: Sequence[str]) -> str | list[str]:
-    """What matches the modules of these names, and no other: one pattern for a container that has only
+    """Patterns that match the modules of these names, and no other: one pattern for a container that has only
     such."""
     patterns: dict[str, None] = {}
     for name in names:
@@ -272,7 +272,7 @@ def _patterns_of(model: nn.Module, names: Sequence[str]) -> str | list[str]:
 
 
 def _example(model: nn.Module) -> str | list[str]:
-    """What matches modules of this model: the members of its first list, else its children."""
+    """Pattern that matches modules of this model: the members of its first list, else its children."""
     first = next((name for name, _ in model.named_modules() if name.endswith(".0")), "")
     if first:
         return f"{first.rpartition('.')[0]}.*"

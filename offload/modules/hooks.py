@@ -42,7 +42,7 @@ _MODULE_CALL = nn.Module._call_impl.__code__
 
 
 def _in_a_copy(*arguments: Any) -> None:
-    """What a copy of a module has in place of a hook."""
+    """The hook that a copy of a module has."""
 
 
 def _copied_hook() -> Callable[..., None]:
@@ -153,7 +153,7 @@ _thread = _Thread()
 
 
 class CallsUnderWay:
-    """Those of one root's modules in this thread."""
+    """Calls of one root's modules in this thread."""
 
     def __bool__(self) -> bool:
         return any(call.pair.calls is self for call in _thread.innermost_last)

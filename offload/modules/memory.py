@@ -81,7 +81,7 @@ def parts_of(
 
 
 def sizes_of(choice: Choice) -> list[Size]:
-    """Of the blocks of weights that stream."""
+    """Bytes of the blocks of weights that stream."""
     found = choice.blocks.values()
     return [Size(sum(w.nbytes for w in each), sum(w.link_bytes for w in each)) for each in found]
 
@@ -95,7 +95,7 @@ def size_of(tensor: torch.Tensor) -> int:
 
 
 def refuse_parts_beyond_device(parts: Sequence[Part], total_bytes: int, what: str) -> None:
-    """As `refuse_beyond_device`."""
+    """Raise what `refuse_beyond_device` raises, for these parts."""
     ways = [part.instead[0] for part in parts if part.device_bytes and part.instead[0]]
     refuse_beyond_device([(part.kind, part.device_bytes) for part in parts], total_bytes, what, ways)
 
@@ -187,8 +187,9 @@ class PeakWatch:
         self._phase = phase
 
     def forward_begins(self, ends_by_hand: int) -> bool:
-        """Whether it watches this one. ends_by_hand: of steps, so far: they tell that the first ones are over
-        where no optimizer of torch steps. While it watches, no block is left alone with its hooks."""
+        """Predicate: the watch takes this forward. ends_by_hand: of steps, so far: they tell that the first
+        ones are over where no optimizer of torch steps. While it watches, no block is left alone with its
+        hooks."""
         if self._ends_before is None:
             self._ends_before = ends_by_hand
         elif ends_by_hand - self._ends_before > _STEPS:
@@ -212,7 +213,7 @@ class PeakWatch:
         """Nothing: such memory is not the model's."""
 
     def text(self) -> str:
-        """Where the peak is, "" where that is not known."""
+        """Phase and bytes of the peak, as text; "" where that is not known."""
         if self._highest is None:
             return ""
         found = f"Device memory is highest, {bytes_text(self._peak_bytes)} active, in {self._highest}"

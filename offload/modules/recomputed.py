@@ -27,7 +27,7 @@ from offload.saved.hooks import inside_checkpoint
 
 
 def is_forward_ad() -> bool:
-    """Whether a level of forward AD is open."""
+    """Predicate: a level of forward AD is open."""
     return forward_ad._current_level >= 0
 
 
@@ -82,7 +82,7 @@ class RecomputedCalls:
         return call
 
     def _recomputed(self, *given: Any, **settings: Any) -> RecomputedCall:
-        """As RecomputedCall, of this block."""
+        """A RecomputedCall of this block."""
         root = self._root
         return RecomputedCall(root.manager(), *given, watch=root.watch, name=self._name, **settings)
 
@@ -91,7 +91,7 @@ class RecomputedCalls:
         return self._root.open_group(self._name) if self._moves else None
 
     def _contexts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Contexts] | None:
-        """What keeps some outputs of a call; None keeps none."""
+        """Contexts that keep some outputs of a call; None keeps none."""
         if is_forward_ad():  # under a dispatch mode torch takes other formulas
             return None
         if not self._keeps and (self._decisions.are_none or is_traced()):

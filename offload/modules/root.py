@@ -52,7 +52,7 @@ INPUTS = "inputs"
 
 
 class OpenCall(Protocol):
-    """What a forward has opened."""
+    """A group, or a scope, that a forward has opened."""
 
     def close(self, output: Any, failed: bool) -> None: ...
 
@@ -186,8 +186,8 @@ class ModelRoot(Root):
         )
 
     def is_transformed(self) -> bool:
-        """Whether a call that begins now can have no saved-tensor hooks, which is said once. It opens nothing
-        then."""
+        """Predicate: a call that begins now can have no saved-tensor hooks, which is said once. It opens
+        nothing then."""
         if admits_hooks():
             return False
         self.say_once(
@@ -199,7 +199,7 @@ class ModelRoot(Root):
         return True
 
     def _checkpoints(self) -> bool:
-        """Whether blocks run inside checkpoints: looked at in the first forward of a step. Note: [A block
+        """Predicate: blocks run inside checkpoints. Looked at in the first forward of a step. Note: [A block
         inside a checkpoint]."""
         if not self._expects_checkpoints:
             model = self._model()
@@ -253,11 +253,12 @@ class ModelRoot(Root):
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether others checkpoint what it calls, so that its own group takes what is saved between."""
+        """Predicate: others checkpoint what the model calls, so that its own group takes what is saved
+        between."""
         return self._expects_checkpoints
 
     def is_last(self, name: str) -> bool:
-        """Whether what comes after this block is the head and the loss."""
+        """Predicate: after this block come the head and the loss."""
         return name == self._last
 
     def note_block_end(self, name: str, output: Any) -> None:
@@ -284,7 +285,7 @@ class ModelRoot(Root):
         self.takes = False
 
     def open_own(self) -> OpenCall | None:
-        """What the model's own forward opens, for what is saved in no block."""
+        """Open the group of the model's own forward, for what is saved in no block."""
         return self.open_group(self._everything or INPUTS, between=True, required=bool(self._everything))
 
     def open_group(
@@ -340,7 +341,7 @@ class ModelRoot(Root):
 
 
 def given_bytes(given: object) -> int:
-    """Of all tensors in the arguments of a call."""
+    """Bytes of all tensors in the arguments of a call."""
     tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -392,4 +393,4 @@ class HeadCalls:
             self._root.note_head()
 
     def leave(self, state: None, output: Any, failed: bool) -> None:
-        """What comes after it, the loss, is read back as soon."""
+        """The head is over. What comes after it, the loss, is read back as soon."""

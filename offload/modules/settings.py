@@ -1,6 +1,6 @@
-"""What a mode goes with, and what it needs to know of a model, or to change in its settings: compiled code,
-the output head, caches, adapters. Models of transformers and peft are known by their attributes; neither is
-imported.
+"""Arguments that a mode goes with, and what it needs to know of a model, or to change in its settings:
+compiled code, the output head, caches, adapters. Models of transformers and peft are known by their
+attributes; neither is imported.
 
 One invariant: each change is undone by `Applied.remove`, and is said once.
 """
@@ -169,20 +169,21 @@ def mind_adapters(model: nn.Module, mode: Mode) -> list[nn.Module]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter's name says that an adapter made it."""
+    """Predicate: a parameter's name says that an adapter made it."""
     return any(part in name.lower() for part in _ADAPTER)
 
 
 def is_checkpointing(module: nn.Module) -> bool:
-    """Whether it is a module of transformers that runs its own forward, or its layers, in checkpoints. Asked
-    of all modules of a model each step, and a torch module is slow to say that it has no such thing."""
+    """Predicate: the module is one of transformers that runs its own forward, or its layers, in checkpoints.
+    Asked of all modules of a model each step, and a torch module is slow to say that it has no such thing."""
     name, kind = "gradient_checkpointing", type(module)
     is_plain = kind.__getattr__ is nn.Module.__getattr__ and not hasattr(kind, name)
     return (vars(module).get(name) if is_plain else getattr(module, name, None)) is True
 
 
 def checkpoints_off(model: nn.Module) -> str:
-    """What switches a model's own checkpoints off, by the names of the library that it is from."""
+    """Text that says how to switch a model's own checkpoints off, by the names of the library that it is
+    from."""
     for name in ("activation_checkpointing", "gradient_checkpointing"):  # since transformers 5.23, before
         if any(hasattr(module, f"{name}_disable") for module in model.modules()):
             return f"{name}_disable() on the model before apply(), or {name}=False of a Trainer's arguments"

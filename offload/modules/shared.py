@@ -1,5 +1,5 @@
-"""What the models of one engine share: the arbiter of `conductor=`, and the runtime of mode="watermark",
-whose managed forwards are the models' forwards.
+"""Objects that the models of one engine share: the arbiter of `conductor=`, and the runtime of
+mode="watermark", whose managed forwards are the models' forwards.
 
 Two invariants: an engine has one conductor, for as long as a handle wants it; the last handle that goes shuts
 down what `apply` has built, and none what the user has. The models of a process share one runtime, so one
@@ -39,8 +39,8 @@ _handles: weakref.WeakKeyDictionary[Conductor, int] = weakref.WeakKeyDictionary(
 def conductor_config(
     given: Conducted, engine: OffloadEngine | None, where: torch.device
 ) -> ConductorConfig | None:
-    """What `given` asks for; None for no conductor. engine: the one of `where`, if there is one. Raises
-    ValueError for a config that cannot be, or another one than the engine's conductor has."""
+    """The config that `given` asks for; None for no conductor. engine: the one of `where`, if there is one.
+    Raises ValueError for a config that cannot be, or another one than the engine's conductor has."""
     if given is None or given is False:
         return None
     there = None if engine is None else engine.copier.admission

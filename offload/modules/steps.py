@@ -61,7 +61,7 @@ class Root:
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward of the model is under way in this thread."""
+        """Predicate: a forward of the model is under way in this thread."""
         return self._here.running > 0
 
     def step_ends(self, by: Optimizer | None) -> None:
@@ -80,7 +80,7 @@ class Steps:
         self._ending = threading.Lock()
 
     def roots(self) -> list[Root]:
-        """Those that are alive."""
+        """Models that are alive."""
         return [root for reference in self._roots if (root := reference()) is not None]
 
     def add(self, root: Root) -> None:

@@ -1,5 +1,5 @@
-"""What `apply` does for a model whose weights stream: which of them do, and its steps where no mode of
-activations infers them.
+"""Choices that `apply` makes for a model whose weights stream: which of them do, and its steps where no mode
+of activations infers them.
 
 One invariant: the hooks of a block's weights are inside those of its activations, in the forward and in a
 recompute.
@@ -40,8 +40,8 @@ class WeightsRoot(Root):
         self._manager = manager
 
     def step_ends(self, by: Optimizer | None) -> None:
-        """As Root. Where a module inside the model is called, no forward is seen: a step is what lies between
-        two steps of one optimizer, whatever others step meanwhile or inside of it."""
+        """A step ends, as of Root. Where a module inside the model is called, no forward is seen: a step is
+        what lies between two steps of one optimizer, whatever others step meanwhile or inside of it."""
         if self._is_called or by is None or not self.end_seen:
             return
         if not self._stepped or by in self._stepped:

@@ -1,5 +1,5 @@
-"""Whom a pipeline stage tells of its chunks, and what else that one has to know: the order in which one rank
-computes, so that the engine knows which activations are read next, and when a step ends.
+"""The announcer that a pipeline stage tells of its chunks, and what else that one has to know: the order in
+which one rank computes, so that the engine knows which activations are read next, and when a step ends.
 
 One invariant: the answer is found anew for each chunk. So `offload.apply` and `offload.configure` may come
 before the stage is built, after it, or between two steps; whoever is the manager then knows as much.
@@ -31,7 +31,7 @@ _KINDS: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
 
 
 def actions_of(schedule: Any, rank: int) -> tuple[Action, ...]:
-    """What `rank` (in the pipeline's group) computes in one training step, in order.
+    """Actions of `rank` (in the pipeline's group) in one training step, in order.
 
     >>> print(*actions_of(schedule_1f1b_of_2_stages_and_3_microbatches, 0))
     0F0 0F1 0B0 0F2 0B1 0B2
@@ -95,15 +95,15 @@ class Announcer(Protocol):
         """A backward of this chunk starts: "B" the whole of it, "I" its input half, "W" its weight half."""
 
     def end_backward(self, stage: int, microbatch: int, kind: str) -> None:
-        """That backward is over."""
+        """The backward of this chunk is over."""
 
     def register_external(self, tensor: Tensor) -> None:
         """This storage is written from outside autograd, so its version says nothing."""
 
 
 class Announcements:
-    """Those of one stage. given: the announcer that it was built with; an Ellipsis for whoever is this
-    process's manager."""
+    """Announcements of one stage. given: the announcer that it was built with; an Ellipsis for whoever is
+    this process's manager."""
 
     def __init__(self, given: Announcer | EllipsisType | None, module: nn.Module, stage: int) -> None:
         self._given = given

@@ -1,4 +1,4 @@
-"""What torch's pipeline stage does otherwise from version to version: who is told of a forward, and whose the
+"""Differences of torch's pipeline stage from version to version: who is told of a forward, and whose the
 receive buffers are.
 
     up to 2.14   A forward is announced around torch's method. torch makes a receive buffer for each
@@ -41,7 +41,8 @@ class ContextStage(PipelineStage):
         super().register_forward_context(lambda info: of_self()._around_forward(info))  # type: ignore[misc]
 
     def register_forward_context(self, context_factory: Any) -> RemovableHandle:
-        """As torch's, but for as many contexts as are wanted, each inside the one before."""
+        """Register a context as torch does, but for as many contexts as are wanted, each inside the one
+        before."""
         handle = RemovableHandle(self._users_contexts)
         self._users_contexts[handle.id] = context_factory
         return handle
@@ -60,8 +61,8 @@ class ContextStage(PipelineStage):
         self._forward_chunk_states[microbatch].input_values.clear()  # type: ignore[attr-defined]
 
     def release_received(self, microbatch: int) -> None:
-        """What a stage on this rank has handed over and nobody has read goes: torch keeps it, and would raise
-        in the next step. What a message may still be written to stays, and torch raises."""
+        """Release what a stage on this rank has handed over and nobody has read: torch keeps it, and would
+        raise in the next step. What a message may still be written to stays, and torch raises."""
         for info in _received(self, microbatch):
             if self.stage_index_to_group_rank[info.source] == self.group_rank:
                 info.buffer = None
@@ -81,8 +82,8 @@ class BufferStage(PipelineStage):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """As torch's. torch 2.11 and 2.12 hold the nodes of autograd.Functions by Python objects, which own
-        nothing."""
+        """Run torch's method. torch 2.11 and 2.12 hold the nodes of autograd.Functions by Python objects,
+        which own nothing."""
         try:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         except RuntimeError as error:
@@ -150,7 +151,7 @@ def _received(stage: PipelineStage, microbatch: int) -> list[Any]:
 
 
 def _with_buffer(infos: Sequence[Any]) -> list[Any]:
-    """Those inputs of a stage that another stage makes; the model's own arguments have no buffer here."""
+    """Inputs of a stage that another stage makes; the model's own arguments have no buffer here."""
     return [info for info in infos if getattr(info, "buffer", None) is not None]
 
 

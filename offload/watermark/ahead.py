@@ -154,8 +154,8 @@ class ForecastOrder(ActivationScheduler):
         return arena.held_bytes - arena.lent_bytes
 
     def _pieces(self, nbytes: int, *, must: bool) -> Iterator[tuple[Forward, list[DeviceBlock]]]:
-        """What may leave, piece by piece, what is read last first; what something else holds comes after all
-        others. must: now. Else bytes are left for saves still to come that are read even later."""
+        """Blocks that may leave, piece by piece, what is read last first; what something else holds comes
+        after all others. must: now. Else bytes are left for saves still to come that are read even later."""
         left = nbytes
         for held_too in (False, True):
             for forward, to_come in self._order.leaving(held_too, left, must=must):

@@ -77,7 +77,7 @@ class ActivationTransfer:
         self._share.bound("spills_in_flight", most)
 
     def can_spill(self) -> bool:
-        """Whether one more may be in flight."""
+        """Predicate: one more spill may be in flight."""
         limits = self._engine.limits
         if limits.spills_in_flight is None:
             return limits.max_spilling_bytes != 0
@@ -85,7 +85,7 @@ class ActivationTransfer:
 
     @property
     def sends_nothing(self) -> bool:
-        """Whether the cap is 0: what could leave stays, and nobody waits for room."""
+        """Predicate: the cap is 0, so what could leave stays, and nobody waits for room."""
         return self._engine.limits.spills_in_flight == 0
 
     def take_settled(self) -> list[DeviceBlock]:
@@ -239,11 +239,11 @@ class ActivationBudgetManager:
         return allocated
 
     def above_high_watermark(self) -> bool:
-        """Whether the last reading was at the high mark or above."""
+        """Predicate: the last reading was at the high mark or above."""
         return self.last_bytes >= self.high_bytes
 
     def below_low_watermark(self) -> bool:
-        """Whether the last reading was below the low mark."""
+        """Predicate: the last reading was below the low mark."""
         return self.last_bytes < self.low_bytes
 
 
@@ -274,7 +274,7 @@ class Readings:
         return self.read()
 
     def is_due_after_read(self, nbytes: int) -> bool:
-        """Whether a reading is due, after so many bytes have been read for the last time."""
+        """Predicate: a reading is due, after so many bytes have been read for the last time."""
         self._read_bytes += nbytes
         self._calls += 1
         due_bytes = min(self._piece_bytes, self._budget.high_bytes // _STRIDE)

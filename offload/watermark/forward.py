@@ -80,7 +80,7 @@ class CurveRecorder:
         self.last = len(self.levels)
 
     def curve(self) -> Curve:
-        """What was taken down so far."""
+        """Curve of what was recorded so far."""
         ahead: list[int] = []
         highest, end = 0, self.last
         for place in reversed(self.places):
@@ -148,7 +148,7 @@ class Curves:
         self._known: dict[int, list[Curve]] = {}
 
     def saved_bytes(self, number: int) -> int:
-        """What the forward of that number has saved when it was seen last."""
+        """Bytes that the forward of that number has saved when it was seen last."""
         return sum(self._known[number][0].sizes) if number in self._known else 0
 
     def forecast(self, number: int) -> Forecast:
@@ -221,7 +221,7 @@ class Forward:
         return len(self.chunk.blocks) if is_over else self._complete
 
     def figures(self) -> ClientStats:
-        """Where its bytes went, of those that the figures of no earlier step have."""
+        """Figures of where its bytes went, of those that the figures of no earlier step have."""
         kept = came_back = read_here = 0
         blocks = [block for block in self.chunk.blocks if block not in self.in_figures]
         self.in_figures.update(block for block in blocks if block.copies)
@@ -236,7 +236,7 @@ class Forward:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it can be read any more."""
+        """Predicate: nothing of the forward can be read any more."""
         self._over = self._over or not (self.running or next(self.chunk.living(), None))
         return self._over
 

@@ -88,7 +88,7 @@ class WatermarkRuntime(Client):
 
     @property
     def holds(self) -> bool:
-        """Whether something that was saved can still be read."""
+        """Predicate: something that was saved can still be read."""
         with self.engine.lock:
             return any(not forward.is_over for forward in self.scheduler.forwards)
 
@@ -235,8 +235,8 @@ class _Entered(threading.local):
 
 
 class ActivationHookContext:
-    """What `managed_forward` returns. It may be entered again, nested too, in any thread: each time is a
-    forward of its own, which ends in the thread where it began.
+    """The context that `managed_forward` returns. It may be entered again, nested too, in any thread: each
+    time is a forward of its own, which ends in the thread where it began.
 
     An out-of-memory error of an operator inside gets a note of what was spilled, and what could have been.
 

@@ -1,4 +1,5 @@
-"""What leaves the device and when: what both orders have in common; what never does; and figures of a step.
+"""Decisions on what leaves the device and when: what both orders have in common; what never does; and figures
+of a step.
 
 Two invariants: a scheduler decides; `ActivationTransfer` asks the engine to move. A line of figures has
 exactly the fields of `ActivationStepMetrics`, which are the source system's. All calls are made under the
@@ -69,7 +70,7 @@ class ActivationStepMetrics:
 @described
 @dataclass(slots=True, kw_only=True)
 class SpillDetails:
-    """What the source's line has no field for."""
+    """Figures that the source's line has no field for."""
 
     logical_bytes: int = 0
     """Bytes of the saved tensors that were looked at, one count a save."""
@@ -121,13 +122,13 @@ class CheckpointCoordinator:
     prefer_recompute: bool = True
 
     def may_spill(self, nbytes: int) -> bool:
-        """Whether a saved tensor of this size may leave."""
+        """Predicate: a saved tensor of this size may leave."""
         return not self.prefer_recompute or nbytes >= self.recompute_threshold_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a scheduler works with. note_save: called with each handle, and the device of its tensor."""
+    """Parts that a scheduler works with. note_save: called with each handle, and the device of its tensor."""
 
     engine: OffloadEngine
     budget: ActivationBudgetManager
@@ -225,7 +226,7 @@ class ActivationScheduler:
         """It has a number, and is about to make its first save."""
 
     def may_leave(self, block: DeviceBlock) -> bool:
-        """Whether its bytes are here, are to be read, and have no copy on the host."""
+        """Predicate: the block's bytes are resident, are to be read, and have no copy on the host."""
         return (
             block.state is _RESIDENT
             and not block.is_freed
@@ -237,7 +238,7 @@ class ActivationScheduler:
         )
 
     def out_of_memory_note(self) -> str:
-        """What was sent in this step, and what could have been."""
+        """Text on what was sent in this step, and what could have been."""
         metrics, details = self.metrics, self.details
         left = [
             block.nbytes

@@ -72,7 +72,7 @@ __all__ = [
 
 
 class ActivationState(Enum):
-    """Where a saved tensor's bytes are. Each is a state of the engine's block."""
+    """Place of a saved tensor's bytes. Each is a state of the engine's block."""
 
     KEPT = BlockState.RESIDENT
     SPILLING = BlockState.SPILLING
@@ -152,7 +152,7 @@ class ActivationRegistry:
         self._entries.append((weakref.ref(handle), device))
 
     def __iter__(self) -> Iterator[ActivationRecord]:
-        """Those that can still be read, one a block, in the order of their saves."""
+        """Records that can still be read, one a block, in the order of their saves."""
         seen: set[int] = set()
         for reference, device in self._entries:
             handle = reference()
@@ -172,7 +172,7 @@ class ActivationRegistry:
         return (record for record in self if record.state is state)
 
     def iter_spilling(self) -> Iterator[ActivationRecord]:
-        """Those whose copy to the host has been issued and not finalized."""
+        """Records whose copy to the host has been issued and not finalized."""
         return self.iter_by_state(ActivationState.SPILLING)
 
     def clear(self) -> None:
@@ -311,8 +311,8 @@ class ActivationRuntime(WatermarkRuntime):
             self.engine.begin_step()
 
     def managed_forward(self) -> AbstractContextManager[None]:
-        """What autograd saves inside may leave. For one forward, of one model or of several; the backward
-        comes after it, or inside."""
+        """Context in which what autograd saves may leave. For one forward, of one model or of several; the
+        backward comes after it, or inside."""
         if not self.config.enabled:
             return nullcontext()
         self._refuse_closed()

@@ -87,7 +87,7 @@ class CPUSpillBackend:
 
     @property
     def total_bytes(self) -> int:
-        """What the pool holds once every slab is backed."""
+        """Bytes of the pool once every slab is backed."""
         return sum(pool.nbytes * count for pool, count in self._classes)
 
     @property

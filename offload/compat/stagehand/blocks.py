@@ -196,12 +196,12 @@ class ResidencyMap:
         entry.state = state
 
     def increment_refcount(self, block_id: str) -> None:
-        """Of a block on the device."""
+        """Count one more user of a block on the device."""
         self._require(self.entries[block_id].state is BlockState.GPU_READY, block_id, "be used")
         self.entries[block_id].refcount += 1
 
     def decrement_refcount(self, block_id: str) -> None:
-        """Not below 0."""
+        """Count one user less, not below 0."""
         self._require(self.entries[block_id].refcount > 0, block_id, "be released without before_block")
         self.entries[block_id].refcount -= 1
 

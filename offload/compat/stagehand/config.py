@@ -1,4 +1,4 @@
-"""What the two runtimes can be told, checked before anything is built.
+"""Settings of the two runtimes, checked before anything is built.
 
 One invariant: a config that exists is valid. Names and defaults are the source system's; `_mb` means MiB.
 """
@@ -101,7 +101,7 @@ class StagehandConfig:
 
     @property
     def pool_bytes(self) -> int:
-        """Of whole slabs."""
+        """Bytes of the pool, in whole slabs."""
         return self.pinned_pool_mb // self.pinned_slab_mb * self.slab_bytes
 
     @property

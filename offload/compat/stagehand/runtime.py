@@ -71,7 +71,7 @@ class ResidentPriority(Enum):
 
 
 class BlockSource(Protocol):
-    """Where weights come from, once, when the runtime is built: a file, another process, a generator."""
+    """Source of the weights, read once, when the runtime is built: a file, another process, a generator."""
 
     def read(self, name: str, into: Tensor) -> None:
         """Fill `into`, host memory of the shape and dtype of the parameter `name`, whole. What it raises
@@ -79,7 +79,7 @@ class BlockSource(Protocol):
 
 
 class InMemorySource:
-    """As BlockSource: tensors by the names of parameters, such as a state dict."""
+    """A BlockSource of tensors by the names of parameters, such as a state dict."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -224,7 +224,7 @@ class StagehandRuntime:
         return module
 
     def _is_off(self) -> bool:
-        """Whether it was switched off. Raises OffloadError after `shutdown`."""
+        """Predicate: the runtime was switched off. Raises OffloadError after `shutdown`."""
         if self.closed:
             raise OffloadError("this StagehandRuntime was shut down; build another one")
         return not self.config.stagehand_enabled
@@ -343,7 +343,7 @@ class StagehandRuntime:
         """A use of the block is about to begin."""
 
     def states(self) -> dict[str, BlockState]:
-        """Of each block, now."""
+        """State of each block now."""
         with self.offload_engine.lock:
             return dict(self.scheduler.states())
 
@@ -407,7 +407,7 @@ class StagehandRuntime:
 
     @property
     def size_bytes(self) -> int:
-        """Of all blocks."""
+        """Bytes of all blocks."""
         return sum(entry.size_bytes for entry in self.registry)
 
     # -- the end ---------------------------------------------------------------------------------------------
@@ -425,8 +425,8 @@ class StagehandRuntime:
                 self.offload_engine.close_unused()
 
     def shutdown_keep_pool(self) -> HostArena:
-        """As `shutdown`, but the host memory stays pinned, for another runtime: give it `pool=`. Raises
-        OffloadError where there is none."""
+        """Do what `shutdown` does, but the host memory stays pinned, for another runtime: give it `pool=`.
+        Raises OffloadError where there is none."""
         if self._is_off():
             raise OffloadError("this StagehandRuntime is switched off and has no pool; leave pool out")
         self._under_way.end_interrupted(sys._getframe())

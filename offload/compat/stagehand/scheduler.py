@@ -1,5 +1,5 @@
-"""What is fetched ahead and what leaves, by the source's rules: a window along the recorded order, and
-eviction by distance times bytes between two marks; and what that came to in a step.
+"""Decisions on what is fetched ahead and what leaves, by the source's rules: a window along the recorded
+order, and eviction by distance times bytes between two marks; and what that came to in a step.
 
 One invariant: it decides only; loads, drops and their order are the client's (`weights/residency.py`). In the
 backward the recorded order is the backward's own, so the window and the distances point the way that it runs.
@@ -111,7 +111,7 @@ class StagehandTelemetry:
 
     @property
     def last(self) -> StepMetrics | None:
-        """Of the newest step that the device has ended."""
+        """Figures of the newest step that the device has ended."""
         return self.history[-1] if self.history else None
 
     def hit_rate(self) -> float:
@@ -149,7 +149,7 @@ class BudgetManager(ActivationBudgetManager):
         self.reserved_bytes = max(0, self.reserved_bytes - nbytes)
 
     def can_guest_allocate(self, nbytes: int, safety_margin_mb: float = 500) -> bool:
-        """Whether a guest of so many bytes fits below the high mark, beside what is used and reserved."""
+        """Predicate: a guest of so many bytes fits below the high mark, beside what is used and reserved."""
         return nbytes <= self.high_bytes - self.read() - self.reserved_bytes - safety_margin_mb * MIB
 
 
@@ -165,7 +165,7 @@ def _bounding(cap: Cap) -> Any:
 
 
 class _Knobs:
-    """What an arbiter writes. block_bytes: of the largest block."""
+    """Attributes that an arbiter writes. block_bytes: of the largest block."""
 
     def __init__(self, share: Contributor, block_bytes: int) -> None:
         self.share, self.block_bytes = share, block_bytes
@@ -187,7 +187,7 @@ class StaticLookaheadPolicy(_Knobs):
 
 
 class StagehandScheduler:
-    """As Policy of a WeightStream.
+    """The Policy of a WeightStream.
 
     | name | | written by |
     |---|---|---|
@@ -301,7 +301,7 @@ class StagehandScheduler:
 
     # -- eviction --------------------------------------------------------------------------------------------
     def evict(self, coming_bytes: int = 0, *, last_resort: bool = False) -> None:
-        """Where device memory, with the bytes that come, is above the high mark: drop blocks, the highest
+        """Drop blocks where device memory, with the bytes that come, is above the high mark: the highest
         distance times bytes first, until it is below the low one. Never what is used, protected or in the
         window; as a last resort what is protected, until it is not above the high mark."""
         budget, blocks = self.budget, {block.name: block for block in self.stream.blocks}
