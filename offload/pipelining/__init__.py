@@ -9,8 +9,7 @@ first, imports them from here.
 
 from __future__ import annotations
 
-from offload.pipelining.announcing import Announcer, actions_of, peak_chunks
-from offload.pipelining.stage import OffloadPipelineStage
+from offload.pipelining.stage import Announcer, OffloadPipelineStage, actions_of, peak_chunks
 from offload.policy.actions import Action
 
 __all__ = ["Action", "Announcer", "OffloadPipelineStage", "actions_of", "peak_chunks"]

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import pipelining
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from offload.pipelining.announcing import actions_of, peak_chunks
+from offload.pipelining.stage import actions_of, peak_chunks
 from parallel.schedules import SCHEDULES
 from tests.parsed import parse_action
 

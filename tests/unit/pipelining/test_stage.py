@@ -27,8 +27,7 @@ from offload import (
     group_start,
     offload_hooks,
 )
-from offload.pipelining.announcing import actions_of
-from offload.pipelining.stage import OffloadPipelineStage
+from offload.pipelining.stage import OffloadPipelineStage, actions_of
 from offload.telemetry.speaker import Once
 from parallel.schedules import SCHEDULES, build_schedule
 
@@ -382,7 +381,7 @@ class Marked(nn.Linear):
 
 @pytest.fixture
 def no_manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("offload.pipelining.announcing._said", Once())
+    monkeypatch.setattr("offload.pipelining.stage._said", Once())
     PipelineOffloadManager.close_instance()
     yield
     PipelineOffloadManager.close_instance()
