@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import PipelineOffloadManager, group_commit, group_start, init_chunk_handler, step_end
-from offload.checkpoint import drop_in
+from offload.compat import hidden_states as drop_in
 from offload.compat.hidden_states import hidden_states_offload
 from offload.transfer.block import BlockState
 from tests.loops import ended_step
@@ -371,7 +371,7 @@ def test_a_torch_whose_checkpoints_save_elsewhere_is_an_error_and_stays_as_it_is
         with pytest.raises(offload.OffloadError, match=said), hidden_states_offload():
             raise AssertionError("not reached")
     assert torch_checkpoint.CheckpointFunction is ORIGINAL
-    assert not drop_in.is_patched()
+    assert not drop_in._replaced
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
