@@ -6,7 +6,7 @@
     call.end(output)                                        # in its forward hook
 
 One invariant: gradients, random numbers, buffers and attributes are those of a block that runs once. Nothing
-wraps the block: its hooks begin and end a `Region` (region.py), whose recompute calls it again.
+wraps the block: its hooks begin and end a `Region` (region.py), whose recompute calls the block.
 
 The region does what torch's non-reentrant checkpoint does. What is added here: tensors given by keyword are
 saved like those given by position; what the block's modules are bound to is as in the forward (members.py);
@@ -14,7 +14,7 @@ parameters must be, and in some calls what is recomputed is compared with what i
 leaves, in a group of its own that the call commits as soon as autograd has packed it, so its copy runs beside
 the block; and a half of a split backward has one recompute (`SplitCall`), or both have one.
 
-torch's W runs a backward for each group of parameters, so a checkpoint computes a block again once for each:
+torch's W runs a backward for each group of parameters, so a checkpoint recomputes a block once for each:
 seven times for a block of two norms and five linears with one recompute in its I. Each of them leaves on the
 device what it does not read, until the whole W has ended. Here a half unpacks all saves of a call with its
 first read. The other reads of that half find them; and what the W will read the I may leave for it. What a
@@ -385,7 +385,7 @@ class RecomputedCall:
         return tensors
 
     def _again(self, *tensors: torch.Tensor) -> None:
-        """Call the block again, on the tensors of its first call."""
+        """Recompute the block, on the tensors of its first call."""
         if self._interrupted:
             raise OffloadError(
                 f"the forward of a {type(self._module).__name__} that is recomputed was interrupted "

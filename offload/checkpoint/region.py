@@ -1,4 +1,4 @@
-"""One run of a function whose saved tensors are computed again when autograd reads the first of them.
+"""One run of a function whose saved tensors are recomputed when autograd reads the first of them.
 
     region = Region(again, context_fn)
     region.begin(tensors)     # what autograd saves from here on is only counted

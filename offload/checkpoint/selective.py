@@ -292,7 +292,7 @@ def _hooks_telling(saved: Callable[[torch.Tensor], None]) -> torch.autograd.grap
 
 
 class _RecomputeMode(CallMode):
-    """Gives kept calls again."""
+    """Returns kept outputs instead of running their operators."""
 
     def __init__(self, forward: _ForwardMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -86,7 +86,7 @@ class GradientOffloadHook:
         self._offloader.sync_reload()
 
     def reload_all(self) -> None:
-        """Every gradient is `p.grad` on the device again. Blocks the host: never."""
+        """Bring every gradient back to the device, as `p.grad`. Blocks the host: never."""
         self._reload(list(self._held))
 
     def has_offloaded_grads(self) -> bool:

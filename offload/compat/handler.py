@@ -420,7 +420,7 @@ class ChunkOffloadHandler(ChunkGroups):
 
 
 def check_plain_bytes(tensor: object, device: Device) -> None:
-    """Raises ValueError for what is no tensor on the device whose bytes make it again."""
+    """Raises ValueError for anything but a tensor on the device that its bytes determine."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"offload of a {type(tensor).__name__}, must be a tensor on {device.name}")
     if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided or not is_plain(tensor):

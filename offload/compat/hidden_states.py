@@ -56,7 +56,7 @@ def patch_hidden_states_offload(model: nn.Module | None = None) -> None:
     It is for code that checkpoints and cannot be changed; `offload.apply(model, mode="hidden_states")` is for
     one model and needs no checkpoints, and `hidden_states_offload()` is for a stretch of code. Buffers are as
     torch's checkpoints leave them: what a block writes in its forward, such as a batch norm's statistics, is
-    written again in its recompute. Called again, it does nothing.
+    written a second time in its recompute. Idempotent.
 
     model: looked at only. Raises ValueError if a part of its weights is frozen; warns if it has an adapter.
     Raises OffloadError where this torch saves the input of its checkpoints elsewhere than those tested.
@@ -109,9 +109,9 @@ def _check_torch() -> None:
 
 
 def unpatch_hidden_states_offload() -> None:
-    """Undo `patch_hidden_states_offload`: torch's own functions are there again. A backward that is still to
-    come finds its tensors. Called again, it does nothing; what somebody else has put in our place since
-    stays, with a warning."""
+    """Undo `patch_hidden_states_offload`: torch's own functions are restored. A backward that is still to
+    come finds its tensors. Idempotent; what somebody else has put in our place since stays, with a
+    warning."""
     for name, (original, ours) in _replaced.items():
         if getattr(torch_checkpoint, name) is ours:
             setattr(torch_checkpoint, name, original)

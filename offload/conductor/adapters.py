@@ -53,7 +53,7 @@ class ConductorAdapter:
         self._conductor = conductor
 
     def detach(self) -> None:
-        """Put back what `attach` found. Called again, it does nothing."""
+        """Put back what `attach` found. Idempotent."""
         for name, (holder, value) in self._found.items():
             setattr(holder, name, value)
         self._found, self._conductor = {}, None

@@ -64,7 +64,7 @@ class PhaseCoordinator:
         self._listeners.append(listener)
 
     def unlisten(self, listener: Callable[[Phase], None]) -> None:
-        """Undo `listen`, once or again."""
+        """Undo `listen`. Idempotent."""
         self._listeners[:] = [other for other in self._listeners if other != listener]
 
     def enter(self, phase: Phase) -> None:

@@ -134,7 +134,7 @@ class ConductorRuntime:
                 adapter.apply_hints(self.hints, self.phase)
 
     def unregister(self, adapter: ConductorAdapter) -> None:
-        """Detach it: its runtime's attributes are as they were. Called again, it does nothing."""
+        """Detach it: its runtime's attributes are as they were. Idempotent."""
         if self._enabled and adapter in self.adapters:
             with self._lock:
                 self.adapters.remove(adapter)
@@ -148,7 +148,7 @@ class ConductorRuntime:
         self._enter(Phase.STEP_BEGIN, step)
 
     def enter_forward(self) -> None:
-        """A forward begins; called again in one, it does nothing."""
+        """A forward begins; in one that is under way it does nothing."""
         self._enter(Phase.FORWARD)
 
     def enter_backward(self) -> None:
@@ -164,8 +164,7 @@ class ConductorRuntime:
         self._enter(Phase.STEP_END)
 
     def shutdown(self) -> None:
-        """End the step, and detach every adapter. From here on it is disabled. Called again, it does
-        nothing."""
+        """End the step, and detach every adapter. From here on it is disabled. Idempotent."""
         if not self._enabled:
             return
         with self._lock, ExitStack() as undone:

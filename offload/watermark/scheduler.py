@@ -100,7 +100,7 @@ class SpillDetails:
     """Readings at or above the high mark after which nothing more could leave."""
 
     retries: int = 0
-    """Allocations of the engine that failed, for which room was made, after which they were tried again."""
+    """Allocations of the engine that failed, for which room was made, after which they were retried."""
 
 
 _RESIDENT = BlockState.RESIDENT
@@ -186,7 +186,7 @@ class ActivationScheduler:
         """An allocation of the engine has failed: send what can leave. Its caller settles the copies."""
 
     def forget(self, ending: Sequence[Forward]) -> None:
-        """These forwards are over, and the next one is numbered 0 again. The step may go on."""
+        """These forwards are over, and the next one has number 0. The step may go on."""
         ended = set(ending)
         self.forwards = [forward for forward in self.forwards if forward not in ended]
         self._numbered = 0

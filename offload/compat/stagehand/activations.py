@@ -338,9 +338,9 @@ class ActivationRuntime(WatermarkRuntime):
         self.engine.register_parameters(module)
 
     def close(self) -> None:
-        """End the step; the engine closes and unpins, unless another client uses it. Called again, it does
-        nothing. Blocks the host until the copies in flight have passed. Raises OSError, and is closed, where
-        the step's line cannot be written."""
+        """End the step; the engine closes and unpins, unless another client uses it. Idempotent. Blocks the
+        host until the copies in flight have passed. Raises OSError, and is closed, where the step's line
+        cannot be written."""
         if self._closed:
             return
         with self.engine.lock:

@@ -3,7 +3,7 @@
     model = layer(model, vram_budget="4GB")
 
 One invariant: the first step traces the order of use, and fetches nothing ahead; what comes after is
-scheduled by it. A step begins when the first layer of the order runs again.
+scheduled by it. A step begins with each run of the first layer of the order.
 """
 
 from __future__ import annotations

@@ -378,7 +378,7 @@ class StagehandRuntime:
             held.residency.protect_blocks(held.residency.entries, priority.value)
 
     def release_reservation(self, target: StagehandRuntime | None = None) -> None:
-        """Undo `reserve_for_resident`. Called again, or without one, it does nothing."""
+        """Undo `reserve_for_resident`. Idempotent; without one it does nothing."""
         key = id(self if target is None else target)
         if not self.closed and not self._is_off() and key in self._reserved:
             held, nbytes, priority = self._reserved.pop(key)
@@ -413,9 +413,8 @@ class StagehandRuntime:
     # -- the end ---------------------------------------------------------------------------------------------
     def shutdown(self) -> None:
         """Weights return to where they were found, lines that wait are written, and the engine closes and
-        unpins unless another client uses it. Called again, it does nothing. Raises ValueError inside a
-        forward, and torch.OutOfMemoryError where the weights do not fit; all goes on then. Blocks the
-        host."""
+        unpins unless another client uses it. Idempotent. Raises ValueError inside a forward, and
+        torch.OutOfMemoryError where the weights do not fit; all goes on then. Blocks the host."""
         if self.closed or not self.config.stagehand_enabled:
             return
         try:
