@@ -226,9 +226,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--works", default="full,lora,moe,fits", help=f"of {', '.join(WORKS)} (%(default)s)")
     parser.add_argument("--rows", help=f"of auto, {', '.join(SPLITS)} (all)")
     parser.add_argument("--device-total-gb", help="totals in GB of 1e9, as 24,48, instead of a work's own")
-    parser.add_argument(
-        "--host-limit-gb", type=float, help="of auto, most pinned bytes (the library's)"
-    )
+    parser.add_argument("--host-limit-gb", type=float, help="of auto, most pinned bytes (the library's)")
     parser.add_argument("--layers", type=int, help="instead of a shape's own; not of moe")
     parser.add_argument("--samples", type=int, default=5, help="timed steps a row (%(default)s)")
     parsed = parser.parse_args(arguments)

@@ -315,11 +315,13 @@ class AutoPlan:
         """Pin what may wait on the host under the plan, as `pin_free`."""
         return pin_free(engine, _host_bytes(plan), most_bytes)
 
-    def has_host(self, engine: OffloadEngine, plan: MixedPlan) -> bool:
-        """Whether the host's budget holds what may wait there under the plan: what finds no memory would stay
-        on the device."""
-        arena = engine.arena
-        return _host_bytes(plan) + arena.lent_bytes <= arena.budget.limit_bytes
+    def has_host(self, engine: OffloadEngine, plan: MixedPlan, most_new_bytes: int) -> bool:
+        """Whether the host's budget holds what may wait there under the plan, and so many bytes are all that
+        is still to be pinned: what finds no memory would stay on the device."""
+        arena, wanted_bytes = engine.arena, _host_bytes(plan) + engine.arena.lent_bytes
+        if not engine.device.pins:
+            return True
+        return wanted_bytes <= min(arena.budget.limit_bytes, arena.held_bytes + most_new_bytes)
 
 
 def pin_free(engine: OffloadEngine, wanted_bytes: int, most_bytes: int) -> bool:
