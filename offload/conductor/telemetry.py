@@ -9,7 +9,7 @@ from collections import deque
 from typing import Any
 
 from offload.conductor.config import ConductorConfig
-from offload.telemetry.lines import JsonLines
+from offload.telemetry.records import JsonLines
 
 _MOST_EVENTS = 100_000  # between two lines; of more, the latest
 

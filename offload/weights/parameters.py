@@ -22,7 +22,7 @@ from offload.errors import OffloadError
 from offload.ids import Owner
 from offload.params.home import has_own_storage
 from offload.params.sections import check_budget
-from offload.telemetry.progress import progress
+from offload.telemetry.speaker import progress
 from offload.transfer.admission import Priority
 from offload.transfer.layout import is_dense
 from offload.weights.residency import Residency

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 from offload.described import described
 from offload.device import Device, Event
-from offload.telemetry.lines import JsonLines
+from offload.telemetry.records import JsonLines
 from offload.telemetry.speaker import speaker
 from offload.watermark.telemetry import ActivationStepMetrics
 
