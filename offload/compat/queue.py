@@ -1,3 +1,3 @@
 """The queue by the name of its source; the tracker of groups has it."""
 
-from offload.groups.queue import VirtualPipelineQueue as VirtualPipelineQueue
+from offload.groups.chunk import VirtualPipelineQueue as VirtualPipelineQueue

@@ -20,15 +20,12 @@ from offload.engine import OffloadEngine
 from offload.engines import default_engine
 from offload.errors import PoolError
 from offload.groups.chunk import ChunkGroups
-from offload.groups.group import ROUTING, Cost, Group
-from offload.groups.inputs import InputGroup
-from offload.groups.leaving import LeavingGroups
+from offload.groups.group import ROUTING, Cost, Group, LeavingGroups
 from offload.groups.open_scopes import OpenScopes
 from offload.groups.release import checked_tensors
-from offload.groups.scope import KeptGroup
-from offload.groups.seen import SeenStep
+from offload.groups.scope import InputGroup, KeptGroup
+from offload.groups.seen import GroupLedgers, SeenStep
 from offload.groups.step_planner import StepPlanner
-from offload.groups.survey import GroupLedgers
 from offload.ids import ChunkId
 from offload.policy.mixture import MixedPlan
 from offload.saved.chunk import SavedChunk

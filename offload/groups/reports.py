@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from offload.groups.chunk import ChunkGroups
 from offload.groups.group import HEAD, KEPT, ROUTING, Group
-from offload.groups.survey import Survey
+from offload.groups.seen import Survey
 from offload.ids import ChunkId
 from offload.sizes import bytes_text
 from offload.telemetry.records import StepStats
