@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from offload.optim.host_part import HostBucket
+from offload.optim.parts import may_be_reduced_in_place
 from offload.optim.placing import Placement
-from offload.optim.ranks import may_be_reduced_in_place
 from offload.optim.stepping import HostedSteps
 from offload.optim.touch import SpentGradient, SteppedGradient, WeightWatch, watch, weakly
 from offload.params.home import HOME, has_own_storage

@@ -22,9 +22,7 @@ from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.optim.classes import is_elementwise, is_fused_adam, kernel_named, steps_each_alone, with_kernel
 from offload.optim.cpu_step import CpuPart
-from offload.optim.groups import UserGroup, adopted_groups
-from offload.optim.parts import HostOptions
-from offload.optim.ranks import is_split
+from offload.optim.parts import HostOptions, UserGroup, adopted_groups, is_split
 from offload.optim.resident import ResidentPart
 from offload.optim.streamed_step import StreamedPart
 from offload.params.home import home_of

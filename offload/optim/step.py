@@ -21,10 +21,10 @@ from offload.client import Client, Phase
 from offload.device import device_bytes
 from offload.engine import OffloadEngine
 from offload.optim.backward import BackwardSteps
-from offload.optim.entries import UserState
+from offload.optim.parts import clip_, total_norm
 from offload.optim.placing import Place, Placement, PlacingOptions
-from offload.optim.ranks import clip_, total_norm
 from offload.optim.resident import ResidentPart
+from offload.optim.state import UserState
 from offload.optim.stepping import HostedSteps
 from offload.optim.touch import AwaitedWeight, WeightWatch, await_all, weakly
 from offload.params.view import ParamView, count_write, laid_out_as

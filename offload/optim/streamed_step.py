@@ -60,9 +60,8 @@ from torch.optim.adam import adam
 from offload.device import CopyPair, Event
 from offload.engine import OffloadEngine
 from offload.optim.classes import state_names
-from offload.optim.groups import UserGroup
 from offload.optim.host_part import HostBucket, HostPart
-from offload.optim.parts import HostOptions
+from offload.optim.parts import HostOptions, UserGroup
 from offload.params.ring import RING_SLOTS, Ring, slots_for
 from offload.params.sections import FlatSpec
 from offload.params.view import ParamView, update_master

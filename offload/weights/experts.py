@@ -38,9 +38,9 @@ from offload.params.home import is_alone
 from offload.params.watched import untouched
 from offload.transfer.layout import bytes_of
 from offload.weights.forms import form_of
+from offload.weights.hooks import pack
 from offload.weights.order import Pass
 from offload.weights.residency import Residency
-from offload.weights.saves import pack
 from offload.weights.watched import watch
 from offload.weights.weight import BlockWeights, Weight, in_backward
 from offload.weights.window import Streamed, Window

@@ -60,10 +60,10 @@ from offload.telemetry.speaker import Once, speaker
 from offload.versions import queue_callback
 from offload.weights.figures import GradientFigures
 from offload.weights.gradient import Gradient, is_whole, may_leave
+from offload.weights.hooks import CopiedSave, open_saves
 from offload.weights.order import Order, Pass, Use
 from offload.weights.parameters import close_behind
 from offload.weights.residency import Residency
-from offload.weights.saves import CopiedSave, open_saves
 from offload.weights.watched import StreamedGradient, make_plain, orphan, watch
 from offload.weights.weight import BlockWeights, Weight, in_backward, nobody
 

@@ -25,8 +25,8 @@ from offload.params.sections import check_budget
 from offload.telemetry.speaker import progress
 from offload.transfer.admission import Priority
 from offload.transfer.layout import is_dense
+from offload.weights.hooks import pack
 from offload.weights.residency import Residency
-from offload.weights.saves import pack
 from offload.weights.watched import make_plain, orphan, watch
 from offload.weights.weight import BlockWeights, Weight, give_memory, nobody, written
 

@@ -34,12 +34,10 @@ from offload.telemetry.speaker import Once, speaker
 from offload.weights.choose import Choice
 from offload.weights.experts import Experts
 from offload.weights.figures import WeightFigures
-from offload.weights.hooks import HostState, refuse_without_values
-from offload.weights.measured import Measured, MeasuredStep
-from offload.weights.order import Order, Pass, Use
+from offload.weights.hooks import HostState, open_saves, refuse_without_values
+from offload.weights.order import Measured, MeasuredStep, Order, Pass, Use
 from offload.weights.parameters import Parameters
 from offload.weights.residency import Policy, Residency
-from offload.weights.saves import open_saves
 from offload.weights.watched import make_plain, watch
 from offload.weights.weight import BlockWeights, Close, Weight, in_backward, nobody, written
 
