@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from offload.apply import Applied
 from offload.device.sim import SimDevice
-from offload.disk.stored import Stored
+from offload.disk.copies import Stored
 from offload.disk.tier import DiskTier
 from offload.disk.worker import Worker
 from offload.engine import OffloadEngine

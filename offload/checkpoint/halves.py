@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from offload.checkpoint.kept import storages_of
-from offload.saved.unread import is_read
+from offload.saved.handles import is_read
 
 _graph_task = torch._C._current_graph_task_id
 

@@ -19,7 +19,7 @@ from offload.device.cuda import pci_address
 from offload.engine import OffloadEngine
 from offload.errors import HostBudgetError
 from offload.policy.actions import Rates
-from offload.transfer.link import LINK_TEST_BYTES
+from offload.transfer.measured import LINK_TEST_BYTES
 
 _GRACE_S = 2.0
 

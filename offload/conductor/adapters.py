@@ -17,7 +17,7 @@ from offload.client import Phase
 from offload.conductor.config import MIB
 from offload.conductor.rules import RuntimeLimitHints
 from offload.conductor.slots import TransferToken
-from offload.transfer.admission import Denied, Direction, Priority
+from offload.transfer.copier import Denied, Direction, Priority
 
 Answer = TransferToken | Denied | None
 

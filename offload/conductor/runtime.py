@@ -35,7 +35,7 @@ from offload.conductor.rules import PolicyBridge, bridge_of
 from offload.conductor.slots import TransferManager, TransferToken
 from offload.conductor.telemetry import TelemetryHub
 from offload.config import config_or_fields
-from offload.transfer.admission import DenialReason, Denied, Direction, Priority
+from offload.transfer.copier import DenialReason, Denied, Direction, Priority
 
 _TIMED = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from offload.conductor.budget import Counts
-from offload.transfer.admission import DenialReason, Denied, Direction, Priority
+from offload.transfer.copier import DenialReason, Denied, Direction, Priority
 
 
 @dataclass(slots=True, eq=False)

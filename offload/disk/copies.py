@@ -1,8 +1,12 @@
-"""What the disk's threads run: a piece from host memory to the file, and back; and the counts of both.
+"""What the tier knows of a block of saved bytes, and what the disk's threads run: a piece from host memory to
+the file, and back; and the counts of both.
 
 One invariant: a thread takes no lock of the engine and changes nothing that the engine reads before the job
 is over, but for the counts. Two threads never have the same bytes: a block is in one write and one read at
 most, of host blocks and extents that nobody else has.
+
+A block and what the tier knows of it refer to each other only while the block can be read:
+`DiskTier.forget` and a write that did not happen part them, so no cycle is left.
 
 # [Order: write]
 # hazard  RAW: a writer's thread reads host bytes that `d2h` has not finished writing.
@@ -23,12 +27,58 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from offload.device.base import Device, Event
 from offload.disk.file import Extent, Extents, SpillFile
-from offload.disk.stored import Stored
 from offload.memory.arena import Block
+
+if TYPE_CHECKING:
+    from offload.device.base import Event
+    from offload.disk.file import Extent
+    from offload.disk.worker import Job
+    from offload.memory.arena import Block
+
+
+class DiskSettings(NamedTuple):
+    """What a disk was made with; the fields are those of OffloadConfig."""
+
+    directory: str
+    limit_bytes: int | None = None
+    ahead_bytes: int | None = None
+
+
+class Spilled(Protocol):
+    """A block of saved bytes that has left the device: what the tier reads and writes of it."""
+
+    nbytes: int
+    host: Block | None
+    event: Event | None
+    stored: Stored | None
+
+    @property
+    def label(self) -> object: ...
+
+
+@dataclass(slots=True, eq=False)
+class Stored:
+    """What the tier has of one block, from its spill until no job of it is left.
+
+    block: None once it was freed. extent: set by a writer's thread, valid once `write` is None.
+    write, read: the jobs under way.
+    host: what the read under way fills; of a freed block, what goes back. event: the last use of that.
+    is_ahead: it is read soon, so its host bytes stay.
+    """
+
+    block: Spilled | None
+    nbytes: int
+    extent: Extent | None = None
+    write: Job[Stored] | None = None
+    read: Job[Stored] | None = None
+    host: Block | None = None
+    event: Event | None = None
+    is_ahead: bool = False
 
 
 class Moving:

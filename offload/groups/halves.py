@@ -3,7 +3,7 @@ as an earlier microbatch of the virtual stage was seen to, and the W of recomput
 leaves for it.
 
 torch's I runs the nodes between a stage's output and its input, and each reads what it has saved, but for
-operands that it needs for a weight's gradient alone (saved/unread.py): a quarter of the bytes of a
+operands that it needs for a weight's gradient alone (saved/handles.py): a quarter of the bytes of a
 transformer block. Its W runs once more the nodes that a weight hangs on, about two fifths of the bytes. All
 nodes live until the W has ended, and so do their handles.
 

@@ -32,7 +32,7 @@ from offload.saved.chunk import SavedChunk
 from offload.telemetry.figures import Ledger
 from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.summary import print_offload_summary_table
-from offload.transfer.graph import CapturedGraph
+from offload.transfer.block import CapturedGraph
 
 # of inferred ends, by what a step has saved: a generator's graph outlives the discriminator's step
 _ENDS_OUTLIVED = 2

@@ -29,8 +29,8 @@ from offload.saved.filters import Verdict
 from offload.saved.handles import Handle
 from offload.saved.hooks import Scope
 from offload.telemetry.timeline import Kind, MemorySample, Span, Timeline
-from offload.transfer.admission import Direction
 from offload.transfer.block import BlockState
+from offload.transfer.copier import Direction
 
 _HELD = (BlockState.RESIDENT, BlockState.RESTORING, BlockState.RESTORED)
 

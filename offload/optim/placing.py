@@ -25,9 +25,9 @@ from offload.optim.cpu_step import CpuPart
 from offload.optim.parts import HostOptions, UserGroup, adopted_groups, is_split
 from offload.optim.resident import ResidentPart
 from offload.optim.streamed_step import StreamedPart
-from offload.params.home import home_of
-from offload.params.layout import layout_to_json
+from offload.params.sections import layout_to_json
 from offload.params.view import ParamView, local_of, trains
+from offload.params.watched import home_of
 
 
 class Place(Enum):

@@ -34,8 +34,8 @@ from torch.optim import Optimizer
 from offload.optim.classes import step_alone
 from offload.optim.parts import MASTER, Part, copied, loaded_value, parts_of, refuse_incomplete
 from offload.optim.placing import Placement
-from offload.params.home import home_of
 from offload.params.view import ParamView, local_of, sharded_like
+from offload.params.watched import home_of
 
 
 def _references(values: Iterable[Any]) -> Iterator[int]:

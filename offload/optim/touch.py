@@ -27,8 +27,7 @@ from offload.compile.untraced import Unscripted, untraced
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.optim.stepping import HostedSteps
-from offload.params.home import home_of
-from offload.params.watched import Watched, accessors, untouched, watched_in
+from offload.params.watched import Watched, accessors, home_of, untouched, watched_in
 from offload.telemetry.speaker import speaker
 
 __all__ = ["AwaitedGradient", "AwaitedWeight", "SpentGradient", "WeightWatch", "await_all", "watch", "weakly"]

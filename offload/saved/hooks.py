@@ -23,11 +23,9 @@ from typing import Any, Protocol
 import torch
 
 from offload.device import Device
-from offload.saved.externals import ExternalStorages
-from offload.saved.filters import Verdict, is_parameter, is_plain, is_wrapper, judge, waited
-from offload.saved.handles import Handle, Passed, modified
+from offload.saved.filters import ExternalStorages, Verdict, is_parameter, is_plain, is_wrapper, judge, waited
+from offload.saved.handles import Handle, Passed, is_read, modified
 from offload.saved.store import TensorStore
-from offload.saved.unread import is_read
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import Once, speaker
 

@@ -45,8 +45,7 @@ from typing import TYPE_CHECKING, Protocol
 from offload.errors import CaptureError
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import speaker
-from offload.transfer.block import BlockState, DeviceBlock, living
-from offload.transfer.graph import CapturedGraph
+from offload.transfer.block import BlockState, CapturedGraph, DeviceBlock, living
 from offload.transfer.in_flight import InFlight
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from offload.ids import ChunkId
-from offload.transfer.admission import Priority
 from offload.transfer.block import BlockState, DeviceBlock, Transfer, living
+from offload.transfer.copier import Priority
 from offload.transfer.engine import TransferEngine
 
 if TYPE_CHECKING:

@@ -43,11 +43,11 @@ from offload.memory.arena import HostArena
 from offload.telemetry.records import TransferCounts
 from offload.transfer.block import BlockState, DeviceBlock, Transfer, living
 from offload.transfer.limits import Limits
-from offload.transfer.stalls import Stall, Stalls
+from offload.transfer.measured import Stall, Stalls
 
 if TYPE_CHECKING:
     from offload.disk.tier import DiskTier
-    from offload.transfer.graph import CapturedGraph
+    from offload.transfer.block import CapturedGraph
 
 
 class Owner(Protocol):

@@ -53,8 +53,8 @@ from offload.client import Client, weakly
 from offload.device import Event, Lane
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError
-from offload.params.home import has_own_storage
 from offload.params.sections import check_budget
+from offload.params.watched import has_own_storage
 from offload.telemetry.records import ClientStats
 from offload.telemetry.speaker import Once, speaker
 from offload.versions import queue_callback

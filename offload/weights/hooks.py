@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import OffloadError
-from offload.saved.handles import modified
+from offload.saved.handles import is_read, modified
 from offload.saved.hooks import SavedTensorHooks, admits_hooks, inside_checkpoint
-from offload.saved.unread import is_read
 from offload.weights.weight import BlockHolder, BlockWeights, Close, Weight, nobody
 
 _COMPILED, _IN_DYNAMO = ("compile_wrapper", "_fn"), os.path.join("_dynamo", "eval_frame.py")

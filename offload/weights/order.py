@@ -28,8 +28,7 @@ import torch
 from offload.device import Device, Event
 from offload.ids import Owner
 from offload.policy.streamed import Size
-from offload.transfer.admission import Direction
-from offload.transfer.copier import Copier
+from offload.transfer.copier import Copier, Direction
 
 _LONGEST = 1 << 14
 """Uses: a step of more, such as a generation that no step ends, is not known by its places."""

@@ -25,8 +25,8 @@ from offload.client import Client, Phase, weakly
 from offload.compile.untraced import untraced
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError
-from offload.params.home import Claim, is_alone
 from offload.params.sections import check_budget
+from offload.params.watched import Claim, is_alone
 from offload.policy.streamed import Plan, Size, best_plans, first_plan, least_window
 from offload.sizes import bytes_text, enough_text
 from offload.telemetry.records import ClientStats

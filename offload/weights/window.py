@@ -55,7 +55,7 @@ from torch import Tensor
 
 from offload.device import Event, Lane
 from offload.ids import Owner
-from offload.transfer.admission import Direction, Priority
+from offload.transfer.copier import Direction, Priority
 from offload.weights.order import Order, Pass, Use
 from offload.weights.residency import Residency
 from offload.weights.weight import BlockWeights

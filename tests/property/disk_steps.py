@@ -11,7 +11,7 @@ from typing import Literal
 
 from offload import OffloadEngine
 from offload.device.base import Event
-from offload.disk.stored import Stored
+from offload.disk.copies import Stored
 from offload.disk.tier import DiskTier
 from offload.disk.worker import Job, Worker
 

@@ -16,9 +16,9 @@ from offload.compat.stagehand.telemetry import StepMetrics
 from offload.config import MIB
 from offload.device import Device
 from offload.telemetry.speaker import Once, speaker
-from offload.transfer.admission import Priority
+from offload.transfer.copier import Priority
 from offload.transfer.limits import Cap, Contributor
-from offload.transfer.stalls import Stall
+from offload.transfer.measured import Stall
 from offload.watermark.budget import ActivationBudgetManager
 from offload.weights.order import Pass
 from offload.weights.stream import WeightStream

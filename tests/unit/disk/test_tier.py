@@ -20,9 +20,9 @@ from torch import Tensor
 
 from offload import OffloadConfig, OffloadEngine, OffloadError
 from offload.device.sim import SimDevice
-from offload.disk.spare import SpareMemory
+from offload.disk.loans import SpareMemory
 from offload.disk.tier import DiskTier
-from offload.transfer.admission import Priority
+from offload.transfer.copier import Priority
 from tests.inside import has_work, read_ahead
 from tests.property.disk_steps import SteppedWorker, step_disk
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients

@@ -24,8 +24,8 @@ from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.handles import Handle
 from offload.saved.hooks import InstalledScope
 from offload.telemetry.records import ClientStats, StepStats
-from offload.transfer.admission import Admission
 from offload.transfer.block import BlockState, DeviceBlock
+from offload.transfer.copier import Admission
 
 EXECUTORS: tuple[ExecutorName, ...] = ("late", "early", "random", "clock")
 
