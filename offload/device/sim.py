@@ -32,8 +32,7 @@ import torch
 
 from offload.device._sim_bytes import HazardChecker, PlainMemory, Span, TrackedBytes
 from offload.device._sim_clock import Operation, SimEvent, SimLane, SimLanes
-from offload.device._sim_graph import SimGraph
-from offload.device._sim_queue import POISON, Copy, Executor, ExecutorName, check_pair
+from offload.device._sim_queue import POISON, Copy, Executor, ExecutorName, SimGraph, check_pair
 from offload.device.base import CaptureWatcher, CopyPair, Event, Lane, replace_replay
 from offload.errors import CaptureError, HazardError
 
