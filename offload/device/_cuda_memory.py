@@ -148,12 +148,12 @@ class PinnedMemory:
         self.release()
 
 
-_GIVEN_UP: list[tuple[torch.Tensor, ...]] = []
-"""Pieces of mappings that were dropped while a graph was captured."""
-
-
 def _capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+_GIVEN_UP: list[tuple[torch.Tensor, ...]] = []
+"""Pieces of mappings that were dropped while a graph was captured."""
 
 
 def _forget_last_error() -> None:

@@ -106,8 +106,10 @@ class LeavingGroups:
             return
         cap = limits.groups_in_flight
         if group.name in self.input_names:
-            cap = limits.inputs_in_flight
-            self._input_sent(saved.nbytes)
+            cap, nbytes = limits.inputs_in_flight, max(saved.nbytes, 1)
+            if self._inputs_bytes is not None and nbytes > self._inputs_bytes:
+                self._inputs_bytes = nbytes
+                self._ahead.bound("inputs_ahead_bytes", nbytes)  # how far the prefetch looks
         elif saved.nbytes and self._inputs_bytes is not None:
             self._inputs_bytes = None
             self._ahead.end()
@@ -116,12 +118,6 @@ class LeavingGroups:
             pending.append(saved.transfers)
             while len(pending) > cap:
                 self._settle(pending.popleft())
-
-    def _input_sent(self, nbytes: int) -> None:
-        """Set how far the prefetch looks."""
-        if self._inputs_bytes is not None and max(nbytes, 1) > self._inputs_bytes:
-            self._inputs_bytes = max(nbytes, 1)
-            self._ahead.bound("inputs_ahead_bytes", self._inputs_bytes)
 
     def settle_freed_inputs(self) -> None:
         """Let the sources of copies under way go that the backward is done with, of inputs: no later copy

@@ -362,7 +362,8 @@ class GroupsManager(OpenScopes, Client):
 
     def end_step(self) -> ClientStats:
         """End the step of the groups: what is still open is closed, what nobody read is dropped."""
-        self._close_uncommitted()
+        while self._until_commit:
+            self.close_scope(self._until_commit.pop()[1])
         self._delayed.clear()
         self._leaving.step_ends()
         handlers = [handler for handler in self._handlers.values() if handler.begun]

@@ -103,7 +103,7 @@ class KeptGroup:
         if handler is not None:
             self._chunk = handler.saved
             # what is saved from here to the forward itself are the checkpoint's inputs
-            self._chunk.note_saves()
+            self._chunk.noted = []
 
     def begin(self) -> None:
         """The region's forward begins."""

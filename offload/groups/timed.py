@@ -228,18 +228,16 @@ class VariedSteps:
     """Of one planner. piece_bytes: the smallest part of a group that stays by itself."""
 
     def __init__(self, piece_bytes: int) -> None:
-        self.lengths = Lengths()
         self._piece_bytes = piece_bytes
         self._chunks: dict[ChunkKey, ChunkGroups] = {}  # all that were ever seen
-        self._names: dict[ChunkKey, tuple[str, ...]] = {}  # of their groups
-        self._before: _Step | None = None
-        self._timed: deque[_Step] = deque(maxlen=STEPS)
-        self._planned: _Planned | None = None
+        self._forget()
 
     def _forget(self) -> None:
         self.lengths = Lengths()
-        self._names, self._before, self._planned = {}, None, None
-        self._timed.clear()
+        self._names: dict[ChunkKey, tuple[str, ...]] = {}  # of the chunks' groups
+        self._before: _Step | None = None
+        self._timed: deque[_Step] = deque(maxlen=STEPS)
+        self._planned: _Planned | None = None
 
     def ended(self, seen: SeenStep) -> None:
         """A step has ended."""

@@ -20,7 +20,7 @@ from torch.optim import Adagrad, Optimizer
 from offload.config import check_fraction
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
-from offload.optim.classes import is_elementwise, is_fused_adam, kernel_named, steps_each_alone, with_kernel
+from offload.optim.classes import ELEMENTWISE, is_fused_adam, kernel_named, steps_each_alone, with_kernel
 from offload.optim.cpu_step import CpuPart
 from offload.optim.parts import HostOptions, UserGroup, adopted_groups, is_split
 from offload.optim.resident import ResidentPart
@@ -198,7 +198,7 @@ class Placement:
         )
         offloaded = [member for member, goes in zip(movable, leaves, strict=True) if goes]
         cls = self._options.cpu_cls
-        split = [] if is_elementwise(cls) else [member for member in offloaded if is_split(member.parameter)]
+        split = [] if cls in ELEMENTWISE else [member for member in offloaded if is_split(member.parameter)]
         if split:
             raise ValueError(
                 f"{split[0]} is one rank's shard, and {cls.__name__} may look at whole parameters; give an "
@@ -208,7 +208,13 @@ class Placement:
         sizes = [member.whole_numel * member.dtype.itemsize for member in offloaded]
         for member, place in zip(offloaded, choose_places(sizes, self.cpu_share), strict=True):
             self.places[member.index] = place if member.numel else Place.CPU
-        self._refuse_whole(members)
+        for member in members:  # of a streamed weight the class would be given a copy
+            if member.home is not None and self.part_of(member) is self.on_host is not self.on_gpu:
+                raise ValueError(
+                    f"{member} is streamed by apply(weights=...), and {cls.__name__} steps copies of whole "
+                    "parameters here: give a class of torch.optim, atomic_step=False, or offload_fraction=0, "
+                    "or apply without weights="
+                )
         for part in self.parts:
             part.add([member for member in members if self.part_of(member) is part])
         self._next = members[-1].index + 1 if members else self._next
@@ -240,16 +246,6 @@ class Placement:
             parameters = {id(tensor): member.parameter for member, tensor in pairs}
             groups[:] = adopted_groups(optimizer, groups, parameters)
             self.user_groups = self._grouped(groups)
-
-    def _refuse_whole(self, members: Sequence[ParamView]) -> None:
-        """Raises ValueError for a streamed weight of which the class would be given a copy."""
-        for member in members:
-            if member.home is not None and self.part_of(member) is self.on_host is not self.on_gpu:
-                raise ValueError(
-                    f"{member} is streamed by apply(weights=...), and {self._options.cpu_cls.__name__} steps "
-                    "copies of whole parameters here: give a class of torch.optim, atomic_step=False, or "
-                    "offload_fraction=0, or apply without weights="
-                )
 
     @property
     def parts(self) -> list[CpuPart | StreamedPart | ResidentPart]:
@@ -377,12 +373,6 @@ class Placement:
         """These parameters have been stepped, so they have state."""
         self.cpu.note_stepped(indices)
         self.streamed.note_stepped(indices)
-
-    def step_resident(self, gradients: Mapping[int, Tensor], *, atomic: bool) -> None:
-        """Step what is in no bucket, on the current lane. atomic: what is stepped on the host, or not."""
-        for part in self.resident:
-            part.fetch(gradients)
-            part.step(atomic=atomic and part is self.on_host)
 
     @property
     def host_bytes(self) -> int:

@@ -87,12 +87,6 @@ class HostedSteps:
                 self.buckets_of.setdefault(member.index, []).append(bucket)
 
     # -- issuing ---------------------------------------------------------------------------------------------
-    def _release(self) -> Event:
-        """The point on compute after which weights whose gradients were set may be written: all work that
-        reads them has been issued."""
-        self._lane = self._engine.device.compute
-        return self._engine.device.record(self._lane)
-
     def start_workers(self) -> None:
         """Have the threads, before anything of a step is done: `submit` cannot fail for want of them after
         it. Raises OffloadError."""
@@ -104,7 +98,9 @@ class HostedSteps:
         """Give buckets, which have their gradients, to the workers. Blocks the host: never. Gradients leave
         COPY_LEAD buckets ahead of the CPU, or `buckets_in_flight`: all at once would delay the streamed
         buckets' state on d2h."""
-        released, most = self._release(), self._engine.limits.buckets_in_flight
+        self._lane = self._engine.device.compute
+        # after it weights whose gradients were set may be written: all work that reads them has been issued
+        released, most = self._engine.device.record(self._lane), self._engine.limits.buckets_in_flight
         lead = COPY_LEAD if most is None else min(COPY_LEAD, max(1, most))
         self._pending.update((bucket, set()) for bucket in buckets)
         on_cpu = [bucket for bucket in buckets if isinstance(bucket, CpuBucket)]

@@ -76,7 +76,7 @@ class SavedChunk:
     readable: its forward is complete, so fetching it back ahead of time makes sense. coming: what a backward
         will read, in order. table: by storage, until the forward is complete, weakly who has saved it last: a
         record, or the handle of a storage that stays.
-    noted: blocks of the latest saves, from `note_saves` to `take_noted`.
+    noted: blocks of the latest saves, where somebody has begun a list of them, until `take_noted`.
     """
 
     id: ChunkId
@@ -100,10 +100,6 @@ class SavedChunk:
             self.table.clear()
             self.noted = None
             self.expect_reverse()
-
-    def note_saves(self) -> None:
-        """Note the saves from here on, until `take_noted`."""
-        self.noted = []
 
     def take_noted(self) -> list[DeviceBlock]:
         """The blocks of the noted saves, in order."""

@@ -267,12 +267,12 @@ class SavedTensorHooks:
         owner = None if top is None else getattr(unwrap(top[0]), "__self__", None)
         return owner is self or type(owner) is _InsideUsers
 
-    def push_aliases(self) -> bool:
+    def push_aliases(self) -> Callable[[], object] | None:
         """Where the innermost pair is of a recompute of torch's checkpoint, which keeps a frozen parameter as
-        it is: have it keep an alias of one that is streamed. Whether a pair was pushed, for `pop_aliases`."""
+        it is: have it keep an alias of one that is streamed. What undoes that; None where it is not."""
         top = _top_hooks(True)
         if top is None or not getattr(top[0], "__qualname__", "").startswith("_recomputation_hook."):
-            return False
+            return None
         pack: Callable[[torch.Tensor], Any] = top[0]
 
         @wraps(pack)  # so that it is known for a checkpoint's
@@ -280,10 +280,7 @@ class SavedTensorHooks:
             return pack(self.alias_of(tensor))
 
         _push_hooks(pack_alias, top[1])
-        return True
-
-    def pop_aliases(self) -> None:
-        _pop_hooks()
+        return _pop_hooks
 
     def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """An alias of a parameter that is streamed, which shows its owner that somebody will read the bytes;

@@ -390,20 +390,16 @@ class TransferEngine(CaptureSide):
         if not required:
             return None
         self.counts.retries += 1
-        self._release_all()
+        # whatever can be: what clients keep that could leave, sources of spills, and what was fetched ahead
+        self.limits.relieve()
+        while self._spilling:
+            self.settle_spill(self._spilling[0])
+        self.drop_furthest(self.restoring_bytes)
         return [self._buffer(block) for block in blocks]
 
     def _buffer(self, block: DeviceBlock) -> torch.Tensor:
         buffer = self.device.empty(block.lead + block.nbytes)
         return buffer[block.lead :] if block.lead else buffer
-
-    def _release_all(self) -> None:
-        """Release whatever can be: sources of spills, what was fetched ahead, and what clients keep that
-        could leave."""
-        self.limits.relieve()
-        while self._spilling:
-            self.settle_spill(self._spilling[0])
-        self.drop_furthest(self.restoring_bytes)
 
     def ready(self, block: DeviceBlock) -> torch.UntypedStorage:
         """The restored storage of a RESTORING or RESTORED block, safe to read on the calling thread's

@@ -134,7 +134,7 @@ def open_saves(hooks: SavedTensorHooks) -> tuple[Close, bool]:
     if hooks.sees_saves():
         return nobody, True
     if inside_checkpoint():
-        return (hooks.pop_aliases if hooks.push_aliases() else nobody), True
+        return hooks.push_aliases() or nobody, True
     if admits_hooks():
         # also without gradients: they may be switched on inside
         return partial(hooks.pop, hooks.push(_TakesNothing())), True

@@ -169,7 +169,13 @@ class WeightStream(Client):
                 storage = weight.parameter.untyped_storage()
             if storage._cdata != weight.storage._cdata:
                 self.parameters.let_go(weight)
-                self._say_let_go(weight)
+                if self._said.first("let go"):
+                    logger.warning(
+                        "%s: a forward of its block sets its .data, which may be saved for the backward "
+                        "then: it is resident from here on. Write it in place under no_grad() to have it "
+                        "stream",
+                        weight.name,
+                    )
                 continue
             if weight.parameter._version != weight.version:
                 found.append(weight)
@@ -458,14 +464,6 @@ class WeightStream(Client):
                 block.name,
                 cast,
                 cast,
-            )
-
-    def _say_let_go(self, weight: Weight) -> None:
-        if self._said.first("let go"):
-            logger.warning(
-                "%s: a forward of its block sets its .data, which may be saved for the backward then: it is "
-                "resident from here on. Write it in place under no_grad() to have it stream",
-                weight.name,
             )
 
     def _say_replaced(self) -> None:
