@@ -171,19 +171,6 @@ class DiskLoans:
             if job.error is not None and not isinstance(job.error, OSError):
                 raise job.error
 
-    def _end_freed(self) -> None:
-        """End what was freed while a job ran on it."""
-        freed, self._freed = self._freed, []
-        for stored in freed:
-            self._end(stored)
-
-    def _forget_written(self, block: Spilled) -> None:
-        """The block's write was called off: it stays in host memory to its end."""
-        stored, block.stored = block.stored, None
-        assert stored is not None
-        stored.write = stored.block = None
-        self._num_blocks -= 1
-
     def _drop_read(self, stored: Stored) -> None:
         assert stored.host is not None
         stored.read, stored.is_ahead = None, False

@@ -96,8 +96,9 @@ class DiskTier(DiskLoans):
             if job is not None and not self.writer.passed(job, "release"):
                 break
             self._end_write(writes.popleft())
-        if self._freed:
-            self._end_freed()
+        freed, self._freed = self._freed, []
+        for stored in freed:  # while a job ran on it
+            self._end(stored)
         if self.spare:
             self.spare.release_passed()
 
@@ -148,7 +149,9 @@ class DiskTier(DiskLoans):
             if block.host is None:
                 missing.append(block)
             elif stored.write is not None and self.writer.call_off(stored.write, stored):
-                self._forget_written(block)
+                # it stays in host memory to its end
+                block.stored = stored.write = stored.block = None
+                self._num_blocks -= 1
                 continue
             self._keep_ahead(stored)
         self._start_reads(missing)

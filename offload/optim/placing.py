@@ -143,7 +143,7 @@ class Placement:
         self._next = 0  # index of the next parameter
         self.places: dict[int, Place] = {}
         """Place of each parameter, by index."""
-        self.when_left: Callable[[ParamView], None] = _nothing_of
+        self.when_left: Callable[[ParamView], None] = lambda member: None
         """Called with a parameter that is in no group any more, before its state's memory goes."""
         self._moved = False  # a parameter was found elsewhere since `_sharing_memory` was looked for
         self._sharing_memory: list[tuple[ParamView, ParamView]] = []
@@ -396,7 +396,3 @@ class Placement:
         """Give the host memory back. Nothing may be in flight."""
         for part in (self.cpu, self.streamed, self.on_host.memory):
             part.close()
-
-
-def _nothing_of(member: ParamView) -> None:
-    """Does nothing: nobody asked to be told of this parameter."""

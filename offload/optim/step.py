@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from offload.client import Client, Phase
+from offload.client import Client, Phase, weakly
 from offload.device import device_bytes
 from offload.engine import OffloadEngine
 from offload.optim.backward import BackwardSteps
@@ -26,7 +26,7 @@ from offload.optim.placing import Place, Placement, PlacingOptions
 from offload.optim.resident import ResidentPart
 from offload.optim.state import UserState
 from offload.optim.stepping import HostedSteps
-from offload.optim.touch import AwaitedWeight, WeightWatch, await_all, weakly
+from offload.optim.touch import AwaitedWeight, WeightWatch, await_all
 from offload.params.view import ParamView, count_write, laid_out_as
 from offload.telemetry.records import ClientStats
 

@@ -69,9 +69,9 @@ class HostedSteps:
         self.torn = False
         """A step has begun to write, and not ended: if anybody asks, an exception broke it off."""
         self._closed = False
-        self.when_waited: Callable[[int], None] = _nothing_of
+        self.when_waited: Callable[[int], None] = lambda index: None
         """Called with a parameter's index when the current lane has waited for all of its buckets."""
-        self.when_touched: Callable[[int], None] = _nothing_of
+        self.when_touched: Callable[[int], None] = lambda index: None
         """Called with a parameter's index before anybody waits for it; may raise."""
         self.buckets_of: dict[int, list[HostBucket]] = {}
         self.in_order: list[HostBucket] = []
@@ -348,7 +348,3 @@ class HostedSteps:
             )
         self._closed = True
         after()
-
-
-def _nothing_of(index: int) -> None:
-    """Does nothing: nobody asked to be told of this parameter."""

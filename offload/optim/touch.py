@@ -30,8 +30,6 @@ from offload.optim.stepping import HostedSteps
 from offload.params.watched import Watched, accessors, home_of, untouched, watched_in
 from offload.telemetry.speaker import speaker
 
-__all__ = ["AwaitedGradient", "AwaitedWeight", "SpentGradient", "WeightWatch", "await_all", "watch", "weakly"]
-
 logger = speaker(__name__)
 
 _GET_DATA, _SET_DATA = accessors("data", "__get__"), accessors("data", "__set__")
