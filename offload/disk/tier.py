@@ -120,13 +120,10 @@ class DiskTier(DiskLoans):
                 raise job.error
             if self._said.first("write"):
                 logger.warning(
-                    "%s: its %s could not be written to %s (%s): %s. Such tensors stay in host memory, and "
-                    "on the device where that is full; free some space, or raise disk_limit_bytes",
-                    block.label,
-                    bytes_text(block.nbytes),
-                    self.file.directory,
-                    self.file.file_system,
-                    job.error.strerror or job.error,
+                    f"{block.label}: its {bytes_text(block.nbytes)} could not be written to "
+                    f"{self.file.directory} ({self.file.file_system}): {job.error.strerror or job.error}. "
+                    "Such tensors stay in host memory, and on the device where that is full; free some "
+                    "space, or raise disk_limit_bytes"
                 )
         elif not stored.is_ahead:
             self._release_host(block)
@@ -284,10 +281,9 @@ class DiskTier(DiskLoans):
                     return host
         if self._said.first("spare"):
             logger.warning(
-                "%s: host memory has no room for its %s, which its reader waits for; they are pinned "
-                "beside the limit until they are on the device. Raise host_limit_bytes",
-                block.label,
-                bytes_text(block.nbytes),
+                f"{block.label}: host memory has no room for its {bytes_text(block.nbytes)}, which its "
+                "reader waits for; they are pinned beside the limit until they are on the device. Raise "
+                "host_limit_bytes"
             )
         return self.spare.take(block.nbytes)
 
@@ -301,13 +297,11 @@ class DiskTier(DiskLoans):
         step_s = max(now - self._step_began, 1e-9)
         if self._refused_bytes and self._said.first("slow"):
             logger.warning(
-                "the disk writes %.2f GB/s to %s (%s) and the step saved %.2f GB/s: host memory was full "
-                "and %s stayed on the device. Save less, raise host_limit_bytes, or use a faster disk",
-                figures["disk_write_bytes_per_s"] / _GB,
-                self.file.directory,
-                self.file.file_system,
-                (self._offered_bytes + self._refused_bytes) / step_s / _GB,
-                bytes_text(self._refused_bytes),
+                f"the disk writes {figures['disk_write_bytes_per_s'] / _GB:.2f} GB/s to "
+                f"{self.file.directory} ({self.file.file_system}) and the step saved "
+                f"{(self._offered_bytes + self._refused_bytes) / step_s / _GB:.2f} GB/s: host memory was "
+                f"full and {bytes_text(self._refused_bytes)} stayed on the device. Save less, raise "
+                "host_limit_bytes, or use a faster disk"
             )
         self._refused_bytes = self._offered_bytes = 0
         self._step_began = now

@@ -83,18 +83,14 @@ def timed_plan(
     chosen = choose_keeps(actions, sizes, compute_s, rates, limit_bytes, start=start)
     plan, _ = plan_by(chosen, actions, units)
     logger.info(
-        "plan: %d groups stay, %s bytes ahead, step predicted %.1f ms of which %.1f compute",
-        len(plan.keeps),
-        f"{chosen.restoring_room_bytes:,}",
-        chosen.predicted_step_s * 1000,
-        sum(compute_s) * 1000,
+        f"plan: {len(plan.keeps)} groups stay, {chosen.restoring_room_bytes:,} bytes ahead, step predicted "
+        f"{chosen.predicted_step_s * 1000:.1f} ms of which {sum(compute_s) * 1000:.1f} compute"
     )
     if not chosen.fits:
         logger.warning(
-            "no plan keeps saved tensors within device_limit (device_limit_bytes in OffloadConfig), %s: the "
-            "best one peaks at %s; raise the limit",
-            bytes_text(limit_bytes),
-            bytes_text(chosen.predicted_peak_bytes),
+            "no plan keeps saved tensors within device_limit (device_limit_bytes in OffloadConfig), "
+            f"{bytes_text(limit_bytes)}: the best one peaks at {bytes_text(chosen.predicted_peak_bytes)}; "
+            "raise the limit"
         )
     return plan
 

@@ -353,11 +353,8 @@ def shared_by_torchrun(limit_bytes: int) -> SharedHostBudget | None:
         found = SharedHostBudget(path, limit_bytes)
     except OSError as error:
         logger.warning(
-            "%s cannot be made (%s), so each rank of this host may pin %s by itself, and all together more "
-            "than there is; give each its share as host_limit",
-            path,
-            error,
-            bytes_text(limit_bytes),
+            f"{path} cannot be made ({error}), so each rank of this host may pin {bytes_text(limit_bytes)} "
+            "by itself, and all together more than there is; give each its share as host_limit"
         )
         return None
     found.is_named = False

@@ -342,9 +342,8 @@ class HostedSteps:
             self._synchronize()
         except Exception as error:  # a device that is lost copies no more
             logger.warning(
-                "closing: the optimizer's last copies cannot be waited for (%s); look for an earlier error "
-                "of the device",
-                error,
+                f"closing: the optimizer's last copies cannot be waited for ({error}); look for an earlier "
+                "error of the device"
             )
         self._closed = True
         after()

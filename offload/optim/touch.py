@@ -215,9 +215,8 @@ class WeightWatch:
         if not self.replays_unseen:
             self.replays_unseen = True
             logger.warning(
-                "%s: when it runs again cannot be told from other work, so from now on step() waits for all "
-                'weights, as overlap="step" does',
-                why,
+                f"{why}: when it runs again cannot be told from other work, so from now on step() waits for "
+                'all weights, as overlap="step" does'
             )
 
 

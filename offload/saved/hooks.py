@@ -397,11 +397,10 @@ class SavedTensorHooks:
             scopes[-1].scope.note_replayed(tensor)
         elif verdict is Verdict.SUBCLASS and self._said.first(type(tensor)):
             logger.warning(
-                "saved tensors of type %s stay on the device (the first: %s): the type has no "
-                "__tensor_flatten__, so its bytes cannot be found; keep such tensors outside "
-                "offload_hooks(), or give the type that method",
-                type(tensor).__qualname__,
-                bytes_text(tensor.numel() * tensor.element_size()),
+                f"saved tensors of type {type(tensor).__qualname__} stay on the device (the first: "
+                f"{bytes_text(tensor.numel() * tensor.element_size())}): the type has no __tensor_flatten__, "
+                "so its bytes cannot be found; keep such tensors outside offload_hooks(), or give the type "
+                "that method"
             )
         return Passed(tensor)
 

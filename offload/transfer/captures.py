@@ -269,12 +269,10 @@ class CapturedRegion:
         """Say what should have left and could not, once the captures are done."""
         if self.kept_bytes:
             logger.warning(
-                "%s that should have left stay in the memory of the captured graphs, for want of "
-                "pinned memory; the region holds %s. Nothing is pinned during a capture: set "
-                "host_reserve_bytes of OffloadConfig to %s before it, and capture again",
-                bytes_text(self.kept_bytes),
-                bytes_text(self.host_bytes),
-                bytes_text(self._arena.lent_bytes + self.kept_bytes),
+                f"{bytes_text(self.kept_bytes)} that should have left stay in the memory of the captured "
+                f"graphs, for want of pinned memory; the region holds {bytes_text(self.host_bytes)}. Nothing "
+                "is pinned during a capture: set host_reserve_bytes of OffloadConfig to "
+                f"{bytes_text(self._arena.lent_bytes + self.kept_bytes)} before it, and capture again"
             )
 
     def release(self) -> None:

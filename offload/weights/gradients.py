@@ -213,12 +213,10 @@ class GradientStream(Client):
         found = [each.name for each in able if ("held", each.name) not in self._said]
         if found and self._said.first("set"):
             logger.warning(
-                "%d gradients (the first: %s) were set as p.grad, not added to by a backward, as the "
-                "weight-gradient actions of zero-bubble schedules do, and DistributedDataParallel where a "
-                "rank has not used them: they stay on the device until a backward adds to them. Use a "
-                "schedule with whole backwards, or leave gradients= out",
-                len(found),
-                found[0],
+                f"{len(found)} gradients (the first: {found[0]}) were set as p.grad, not added to by a "
+                "backward, as the weight-gradient actions of zero-bubble schedules do, and "
+                "DistributedDataParallel where a rank has not used them: they stay on the device until a "
+                "backward adds to them. Use a schedule with whole backwards, or leave gradients= out"
             )
 
     # -- backwards -------------------------------------------------------------------------------------------
@@ -526,10 +524,9 @@ class GradientStream(Client):
     def _say_shared(self, gradient: Gradient) -> None:
         if self._said.first("shared"):
             logger.warning(
-                "the gradient of %s shares its memory with something else, and stays on the device, as do "
-                "others that do so: buckets of DistributedDataParallel (give it "
-                "gradient_as_bucket_view=False), or another parameter's gradient",
-                gradient.name,
+                f"the gradient of {gradient.name} shares its memory with something else, and stays on the "
+                "device, as do others that do so: buckets of DistributedDataParallel (give it "
+                "gradient_as_bucket_view=False), or another parameter's gradient"
             )
 
     # -- steps, and the end ----------------------------------------------------------------------------------

@@ -523,12 +523,9 @@ class Residency:
         held = [weight.name for weight in weights if weight.is_held_elsewhere]
         if held and self._said.first("held"):
             logger.warning(
-                "more weights are on the device than weights= allows, %s beyond a window of %s: %d of them "
-                "(the first: %s) cannot leave, because something else holds their memory: a tensor made of "
-                ".data or .detach() inside a forward, or what was saved for a backward under hooks that "
-                "hide it. Drop it, or name fewer blocks",
-                bytes_text(coming.link_bytes),
-                bytes_text(self.window_bytes),
-                len(held),
-                held[0],
+                f"more weights are on the device than weights= allows, {bytes_text(coming.link_bytes)} "
+                f"beyond a window of {bytes_text(self.window_bytes)}: {len(held)} of them (the first: "
+                f"{held[0]}) cannot leave, because something else holds their memory: a tensor made of .data "
+                "or .detach() inside a forward, or what was saved for a backward under hooks that hide it. "
+                "Drop it, or name fewer blocks"
             )
