@@ -28,17 +28,12 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from offload.device.base import Device, Event
 from offload.disk.file import Extent, Extents, SpillFile
+from offload.disk.worker import Job
 from offload.memory.arena import Block
-
-if TYPE_CHECKING:
-    from offload.device.base import Event
-    from offload.disk.file import Extent
-    from offload.disk.worker import Job
-    from offload.memory.arena import Block
 
 
 class DiskSettings(NamedTuple):

@@ -27,18 +27,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
+from offload.device import Event, Lane
+from offload.disk.copies import Stored
 from offload.errors import RecordStateError
 from offload.ids import GroupId, SlotId
+from offload.memory.arena import Block
 from offload.transfer.layout import WeakStorage
-
-if TYPE_CHECKING:
-    from offload.device import Event, Lane
-    from offload.disk.copies import Stored
-    from offload.memory.arena import Block
 
 
 @dataclass(slots=True, eq=False)

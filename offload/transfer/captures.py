@@ -40,16 +40,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from offload.device import Graph
 from offload.errors import CaptureError
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import speaker
 from offload.transfer.block import BlockState, CapturedGraph, DeviceBlock, living
 from offload.transfer.in_flight import InFlight
-
-if TYPE_CHECKING:
-    from offload.device import Graph
 
 logger = speaker(__name__)
 
