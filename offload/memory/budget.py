@@ -36,6 +36,8 @@ from typing import NamedTuple, Protocol
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import speaker
 
+logger = speaker(__name__)
+
 DEFAULT_SHARE = 0.8
 """Share of the host's memory that may be pinned by default: the rest is for data loaders, the page cache and
 pageable tensors."""
@@ -161,8 +163,6 @@ def checked_limit(limit_bytes: int) -> int:
         )
     return limit_bytes
 
-
-logger = speaker(__name__)
 
 GUARANTEED_SHARE = 0.4
 """Of its demand: what a process gets, where that is less than limit / 2N."""

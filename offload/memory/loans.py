@@ -41,6 +41,8 @@ from offload.sizes import bytes_text, enough_text
 from offload.telemetry.records import StepStats
 from offload.telemetry.speaker import speaker
 
+logger = speaker(__name__)
+
 ALIGN_BYTES = 512
 """Where extents start, as torch's device allocator does."""
 
@@ -302,8 +304,6 @@ def _needed(nbytes: int, align_bytes: int) -> int:
         raise ValueError(f"a block of {nbytes:,} bytes was asked for; tensors without bytes need none")
     return round_up(nbytes, align_bytes)
 
-
-logger = speaker(__name__)
 
 _STEPS_TO_PIN = 3  # after the first such step
 
