@@ -25,17 +25,16 @@ import torch
 from offload.client import Client, Clients, Phase
 from offload.config import OffloadConfig, checked_config
 from offload.device import Device, select_device
-from offload.disk.copies import DiskSettings
 from offload.disk.tier import DiskTier
+from offload.disk.worker import DiskSettings
 from offload.errors import CaptureError, OffloadError, PoolError
 from offload.memory.arena import HostArena
 from offload.memory.budget import HostBudget, LocalHostBudget, default_host_limit_bytes, shared_by_torchrun
 from offload.memory.growth import PAGE_BYTES
 from offload.memory.loans import HostShortage
 from offload.policy.actions import Rates
-from offload.saved.chunk import SavedChunk
 from offload.saved.filters import ExternalKind, ExternalStorages
-from offload.saved.handles import Handle
+from offload.saved.handles import Handle, SavedChunk
 from offload.saved.hooks import SavedTensorHooks
 from offload.saved.store import TensorStore
 from offload.sizes import bytes_text

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from offload.checkpoint.hidden_states import HIDDEN_STATES, InputGroup
 from offload.errors import OffloadError
-from offload.saved.chunk import SavedChunk
+from offload.saved.handles import SavedChunk
 from offload.saved.hooks import admits_hooks, as_it_is
 from offload.telemetry.speaker import speaker
 from offload.transfer.block import DeviceBlock

@@ -31,9 +31,8 @@ import weakref
 from functools import partial
 
 from offload.device.base import Device, Event, HostMemory
-from offload.disk.copies import FileCopies, Spilled, Stored
 from offload.disk.file import Extents, SpillFile
-from offload.disk.worker import Worker
+from offload.disk.worker import FileCopies, Spilled, Stored, Worker
 from offload.memory.arena import Block, HostArena
 from offload.memory.free_ranges import round_up
 from offload.memory.growth import PAGE_BYTES

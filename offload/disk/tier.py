@@ -28,10 +28,9 @@ from functools import partial
 from typing import Any
 
 from offload.device.base import Device
-from offload.disk.copies import DiskSettings, Spilled, Stored
 from offload.disk.file import Extent, SpillFile
 from offload.disk.loans import DiskLoans
-from offload.disk.worker import Job, JobState
+from offload.disk.worker import DiskSettings, Job, JobState, Spilled, Stored
 from offload.errors import OffloadError
 from offload.memory.arena import Block, HostArena
 from offload.sizes import bytes_text

@@ -25,8 +25,8 @@ from offload.groups.group import Cost, Group
 from offload.groups.halves import CallReads
 from offload.groups.release import release
 from offload.ids import ChunkId, GroupId
-from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.filters import Verdict, judge
+from offload.saved.handles import SavedChunk, SavedGroup
 from offload.transfer.block import DeviceBlock
 
 

@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from typing import NamedTuple
 
 from offload.engine import OffloadEngine
-from offload.saved.chunk import SavedGroup
+from offload.saved.handles import SavedGroup
 from offload.transfer.block import Transfer
 
 KEPT = "kept"

@@ -25,7 +25,7 @@ from offload.engine import OffloadEngine
 from offload.groups.group import Group
 from offload.ids import ChunkId
 from offload.policy.actions import ChunkKey
-from offload.saved.chunk import SavedChunk
+from offload.saved.handles import SavedChunk
 from offload.transfer.block import BlockState, DeviceBlock
 from offload.transfer.engine import TransferEngine
 

@@ -28,7 +28,7 @@ from offload.groups.seen import GroupLedgers, SeenStep
 from offload.groups.step_planner import StepPlanner
 from offload.ids import ChunkId
 from offload.policy.mixture import MixedPlan
-from offload.saved.chunk import SavedChunk
+from offload.saved.handles import SavedChunk
 from offload.telemetry.figures import Ledger
 from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.summary import print_offload_summary_table

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from offload.errors import OffloadError
-from offload.saved.chunk import SavedGroup
+from offload.saved.handles import SavedGroup
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import speaker
 from offload.transfer.block import BlockState, DeviceBlock

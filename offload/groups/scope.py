@@ -20,9 +20,8 @@ from offload.groups.chunk import ChunkGroups, Committer
 from offload.groups.group import Cost, Group
 from offload.groups.halves import CallReads
 from offload.ids import ChunkId
-from offload.saved.chunk import SavedChunk
 from offload.saved.filters import Verdict, is_parameter, is_plain, is_wrapper
-from offload.saved.handles import Handle
+from offload.saved.handles import Handle, SavedChunk
 from offload.saved.hooks import InstalledScope, inside_checkpoint
 from offload.transfer.block import DeviceBlock
 

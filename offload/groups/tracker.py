@@ -27,8 +27,7 @@ from offload.groups.seen import SeenStep, StepClock
 from offload.ids import ChunkId
 from offload.policy.actions import Action, Kind
 from offload.policy.lookahead import Lookahead
-from offload.saved.chunk import SavedChunk
-from offload.saved.handles import Handle
+from offload.saved.handles import Handle, SavedChunk
 from offload.transfer.block import DeviceBlock
 from offload.transfer.coming import ComingReads
 from offload.versions import queue_callback

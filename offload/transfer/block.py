@@ -32,7 +32,7 @@ from typing import Protocol
 import torch
 
 from offload.device import Event, Lane
-from offload.disk.copies import Stored
+from offload.disk.worker import Stored
 from offload.errors import RecordStateError
 from offload.ids import GroupId, SlotId
 from offload.memory.arena import Block

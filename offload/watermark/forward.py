@@ -12,7 +12,7 @@ import threading
 import torch
 
 from offload.ids import ForwardId, GroupId
-from offload.saved.chunk import SavedChunk, SavedGroup
+from offload.saved.handles import SavedChunk, SavedGroup
 from offload.telemetry.records import ClientStats
 from offload.transfer.block import DeviceBlock
 from offload.watermark.curve import CurveRecorder, Forecast

@@ -1,20 +1,29 @@
-"""What torch has of streamed weights: modules have hooks of a block's forward and of state dicts; autograd's
-graph keeps, instead of a weight or a view of one, which weight it is and its layout.
+"""What torch, and threads beside a forward, have of streamed weights: modules have hooks of a block's forward
+and of state dicts; autograd's graph keeps, instead of a weight or a view of one, which weight it is and its
+layout; and other threads may read a weight while its block's forward runs.
 
 One invariant: a copy of a module, by deepcopy or pickle, has hooks that do nothing. The graph keeps no bytes
 and no alias, so a block leaves while its backward is still to come, and any read, in whatever order the
 backward makes it, loads first. What torch unpacks and does not read, it gets on meta, where a read would
-raise.
+raise. A call of another thread that began before its block's forward ended has ended, or has stood for
+`PATIENCE_S`, when the block's bytes are freed. Only threads that were seen to read or write a weight are
+looked at.
+
+Inside a block's forward its weights have torch's own class, so a call that another thread makes then is not
+seen, and may go on in C++ when the block's bytes are freed. Such a thread has released the interpreter's lock
+inside that call: it stands at one instruction until the call ends.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, cast
 
 import torch
@@ -23,7 +32,7 @@ from torch import Tensor, nn
 from offload.errors import OffloadError
 from offload.saved.handles import is_read, modified
 from offload.saved.hooks import SavedTensorHooks, admits_hooks, inside_checkpoint
-from offload.weights.weight import BlockHolder, BlockWeights, Close, Weight, nobody
+from offload.weights.weight import BlockHolder, BlockWeights, Close, Weight, in_backward, nobody
 
 _COMPILED, _IN_DYNAMO = ("compile_wrapper", "_fn"), os.path.join("_dynamo", "eval_frame.py")
 """Frames in which torch runs what was compiled: of the block, or of anything around it."""
@@ -206,3 +215,61 @@ class CopiedSave:
 
     def read(self) -> Tensor:
         return self._copy
+
+
+PATIENCE_S = 0.05
+"""Longer than the host's part of an operator on a GPU. What stands longer waits for something else, such as
+the next entry of a queue, and is not waited for again until it has been seen once more."""
+
+_OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+
+_BACKWARD = torch.autograd.graph._engine_run_backward.__name__
+
+Places = dict[int, tuple[int, int]]
+"""Where threads stand: by identifier of the thread, the frame and its last instruction."""
+
+
+class Readers:
+    """The threads that read or write weights of one model from outside of its blocks."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+        self._waits: Places = {}
+        self.waited_s = 0.0  # of the host, in `await_calls`
+
+    def note(self) -> None:
+        """The current thread reads or writes a weight from outside of its block. A backward's does so while
+        the one that called it waits."""
+        if not in_backward():
+            mine = threading.get_ident()
+            self._known.add(mine)
+            self._waits.pop(mine, None)
+
+    def places(self) -> Places:
+        """Where the other threads stand that may be reading a weight unseen. One that stands in this
+        package is seen, and one that has called backward() reads none while autograd's thread runs it."""
+        mine = threading.get_ident()
+        if not self._known - {mine}:
+            return {}
+        frames = sys._current_frames()
+        self._known &= frames.keys()
+        frames.pop(mine)  # which would hold itself, and so the others' frames, until a collection
+        unseen = [thread for thread in self._known & {*frames} if not _is_seen(frames[thread].f_code)]
+        return {thread: (id(frames[thread]), frames[thread].f_lasti) for thread in unseen}
+
+    def await_calls(self, before: Places) -> None:
+        """Wait until each thread has left the place where it stood before. Blocks the host, at most
+        `PATIENCE_S`."""
+        begun = time.monotonic()
+        while before:
+            now = self.places()
+            before = {t: at for t, at in before.items() if now.get(t) == at != self._waits.get(t)}
+            if time.monotonic() > begun + PATIENCE_S:
+                self._waits |= before
+                break
+            time.sleep(1e-4)
+        self.waited_s += time.monotonic() - begun
+
+
+def _is_seen(code: CodeType) -> bool:
+    return code.co_name == _BACKWARD or code.co_filename.startswith(_OWN)

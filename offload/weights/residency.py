@@ -75,8 +75,8 @@ from offload.telemetry.speaker import Once, speaker
 from offload.transfer.copier import Direction, Lease, Priority
 from offload.transfer.limits import Cap
 from offload.transfer.measured import Stalls
+from offload.weights.hooks import Readers
 from offload.weights.order import Order
-from offload.weights.readers import Readers
 from offload.weights.weight import BlockWeights, Weight
 
 logger = speaker(__name__)

@@ -25,8 +25,7 @@ from torch import Tensor
 from offload import OffloadConfig, OffloadEngine
 from offload.client import Client
 from offload.ids import ChunkId, GroupId
-from offload.saved.chunk import SavedChunk, SavedGroup
-from offload.saved.handles import Handle
+from offload.saved.handles import Handle, SavedChunk, SavedGroup
 from offload.telemetry.records import ClientStats
 from offload.transfer.copier import Priority
 from tests.gpu.widened import POISON, WidenedDevice, sleep

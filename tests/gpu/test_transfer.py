@@ -12,8 +12,7 @@ from torch import Tensor
 from offload import ChunkOffloadHandler, OffloadConfig, OffloadEngine, StepStats
 from offload.client import Client
 from offload.ids import ChunkId, GroupId
-from offload.saved.chunk import SavedChunk, SavedGroup
-from offload.saved.handles import Handle
+from offload.saved.handles import Handle, SavedChunk, SavedGroup
 from offload.telemetry.records import ClientStats
 from offload.transfer.block import BlockState
 from offload.transfer.copier import Priority

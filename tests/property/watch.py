@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from offload import OffloadEngine, StepStats
-from offload.disk.copies import Stored
+from offload.disk.worker import Stored
 from offload.transfer.block import BlockState, DeviceBlock, Transfer
 from offload.transfer.copier import Priority
 from offload.transfer.layout import WeakStorage, bytes_of

@@ -198,7 +198,7 @@ def test_two_reads_are_under_way_at_once_and_their_time_is_counted_once(
         locked.add(copies.writes._lock.locked() or copies.reads._lock.locked())
         return time.monotonic()
 
-    monkeypatch.setattr("offload.disk.copies.time", SimpleNamespace(monotonic=now))
+    monkeypatch.setattr("offload.disk.worker.time", SimpleNamespace(monotonic=now))
     inputs = leaves(2)
     began = time.monotonic()
     with rig.group():
