@@ -30,7 +30,7 @@ from offload.compare import compare
 from offload.conductor.arbiter import Conductor
 from offload.conductor.config import ConductorConfig as ConductorConfig
 from offload.config import OffloadConfig
-from offload.device.numbers import read_numbers
+from offload.device._cuda_memory import read_numbers
 from offload.engine import OffloadEngine
 
 # the errors one by one are importable, and no part of `__all__`

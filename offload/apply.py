@@ -73,9 +73,9 @@ from offload.policies import Policy, arguments_of
 from offload.report import Report, ReportStart
 from offload.sizes import argument_bytes, bytes_text
 from offload.weights.figures import GradientFigures, WeightFigures
+from offload.weights.files import signature, write_slab
 from offload.weights.gradients import GradientStream
 from offload.weights.hooks import BlockCalls
-from offload.weights.slabs import signature, write_slab
 from offload.weights.stream import WeightStream
 
 _P = ParamSpec("_P")

@@ -12,7 +12,7 @@ A warning, once a region, says what a compiled function keeps of a group where t
 only observes, and nothing asks it whether a tensor may leave. Saved-tensor hooks see what a compiled function
 saves by `save_for_backward`, its donated buffers among it. Two things they do not get at: attributes that an
 autograd.Function inside sets on its ctx, which torch keeps in a list on the graph's node; and the memory of
-CUDA graphs that torch.compile records (saved/replayed.py).
+CUDA graphs that torch.compile records (saved/filters.py).
 """
 
 from __future__ import annotations

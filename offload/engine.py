@@ -25,30 +25,27 @@ import torch
 from offload.client import Client, Clients, Phase
 from offload.config import OffloadConfig, checked_config
 from offload.device import Device, select_device
-from offload.disk.stored import DiskSettings
 from offload.disk.tier import DiskTier
+from offload.disk.worker import DiskSettings
 from offload.errors import CaptureError, OffloadError, PoolError
 from offload.memory.arena import HostArena
-from offload.memory.budget import HostBudget, LocalHostBudget, default_host_limit_bytes
+from offload.memory.budget import HostBudget, LocalHostBudget, default_host_limit_bytes, shared_by_torchrun
 from offload.memory.growth import PAGE_BYTES
-from offload.memory.ledger import shared_by_torchrun
-from offload.memory.shortage import HostShortage
+from offload.memory.loans import HostShortage
 from offload.policy.actions import Rates
-from offload.saved.chunk import SavedChunk
-from offload.saved.externals import ExternalKind, ExternalStorages
-from offload.saved.handles import Handle
+from offload.saved.filters import ExternalKind, ExternalStorages
+from offload.saved.handles import Handle, SavedChunk
 from offload.saved.hooks import SavedTensorHooks
 from offload.saved.store import TensorStore
 from offload.sizes import bytes_text
 from offload.telemetry.records import ClientStats, StepStats, TransferCounts
 from offload.telemetry.speaker import speaker
-from offload.transfer.admission import Admission, CapsAdmission
 from offload.transfer.captures import CapturedRegion
 from offload.transfer.coming import Prefetcher
-from offload.transfer.copier import Copier
+from offload.transfer.copier import Admission, CapsAdmission, Copier
 from offload.transfer.engine import TransferEngine
 from offload.transfer.limits import Limits
-from offload.transfer.link import LINK_TEST_BYTES, measure_rates
+from offload.transfer.measured import LINK_TEST_BYTES, measure_rates
 
 __all__ = ["Client", "OffloadEngine"]
 

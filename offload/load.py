@@ -21,7 +21,7 @@ from offload.client import Client
 from offload.errors import WeightFileError
 from offload.params.watched import Watched
 from offload.process import existing_manager
-from offload.telemetry.progress import progress
+from offload.telemetry.speaker import progress
 from offload.weights.files import Stored, TensorSource, stored_tensors
 from offload.weights.gradients import GradientStream
 from offload.weights.stream import WeightStream

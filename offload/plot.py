@@ -21,10 +21,9 @@ from offload.marks import default_manager
 from offload.planner.explained import Explanation
 from offload.planner.explained_picture import draw_explanation
 from offload.telemetry.drawing import draw
-from offload.telemetry.lines import can_be_written
-from offload.telemetry.timeline import Timeline
-from offload.telemetry.trace import Trace
-from offload.telemetry.verdict import saved_text, stall_text
+from offload.telemetry.figures import saved_text, stall_text
+from offload.telemetry.records import can_be_written
+from offload.telemetry.timeline import Timeline, Trace
 
 __all__ = ["Trace", "plot", "tracing"]
 

@@ -12,8 +12,7 @@ from offload.config import OffloadConfig, checked_config, naming_near
 from offload.engine import OffloadEngine
 from offload.engines import default_engine, replace_engine
 from offload.groups.manager import GroupsManager
-from offload.memory.budget import HostBudget, default_host_limit_bytes
-from offload.memory.ledger import SharedHostBudget, shared_by_store
+from offload.memory.budget import HostBudget, SharedHostBudget, default_host_limit_bytes, shared_by_store
 
 manager: GroupsManager | None = None
 """The process-wide one. Written by `put_manager` alone."""

@@ -21,10 +21,9 @@ from offload.marks import existing_manager
 from offload.modules.memory import device_peak_bytes
 from offload.planner.explained import Explanation, folded
 from offload.sizes import bytes_text, enough_text
-from offload.telemetry.figures import Figures, KindFigures, Ledger
+from offload.telemetry.figures import Figures, KindFigures, Ledger, saved_text, stall_text
 from offload.telemetry.page import WORTH, Page, Table, write_page
-from offload.telemetry.trace import Trace
-from offload.telemetry.verdict import saved_text, stall_text
+from offload.telemetry.timeline import Trace
 from offload.weights.figures import GradientFigures, WeightFigures
 
 _NO_MANAGER = (

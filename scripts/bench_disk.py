@@ -39,8 +39,7 @@ from offload.disk.tier import DiskTier
 from offload.disk.worker import Job
 from offload.ids import ChunkId, GroupId
 from offload.memory.arena import HostArena
-from offload.saved.chunk import SavedChunk, SavedGroup
-from offload.saved.handles import Handle
+from offload.saved.handles import Handle, SavedChunk, SavedGroup
 from offload.telemetry.records import ClientStats, StepStats
 
 MIB = 1 << 20

@@ -49,7 +49,7 @@ from bench.run import (
 from bench.table import aligned, reason_of
 from offload import OffloadConfig, OffloadEngine
 from offload.device.sim import SimDevice
-from offload.memory.ledger import SharedHostBudget
+from offload.memory.budget import SharedHostBudget
 
 GB = 1e9
 ROWS = {

@@ -34,7 +34,7 @@ Not run with it, because it cannot be right about them:
                              runs, is reported like the rest (74 reports in 52 tests, one H200, November 2026)
     tests of torch.compile   it is a dispatch mode, under which nothing is compiled
 
-Two reports would have been false and are avoided where the engine makes them (offload/device/sanitizer.py):
+Two reports would have been false and are avoided where the engine makes them (offload/device/cuda.py):
 an event that a poll found passed (the sanitizer sees no query), and a tensor made over bytes that are there
 (`set_` counts as a kernel that writes them). tests/property/test_sanitizer.py runs the same sanitizer over
 simulated lanes.

@@ -10,9 +10,8 @@ from unittest.mock import patch
 
 from offload.apply import Applied
 from offload.device.sim import SimDevice
-from offload.disk.stored import Stored
 from offload.disk.tier import DiskTier
-from offload.disk.worker import Worker
+from offload.disk.worker import Stored, Worker
 from offload.engine import OffloadEngine
 from offload.memory.arena import Block
 from offload.policy.streamed import least_window

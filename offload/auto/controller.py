@@ -39,7 +39,6 @@ from offload.checkpoint.hidden_states import BeforeAgain
 from offload.client import Client
 from offload.device import Device, Event
 from offload.engine import OffloadEngine
-from offload.errors import DeviceTotalError
 from offload.groups.group import HEAD, Cost
 from offload.groups.manager import GroupsManager
 from offload.modules.root import ModelRoot
@@ -109,7 +108,6 @@ class Auto(Client):
         self._offers = 0  # ends at which ranks had no plan
         self.rests = Rests()
         self._asks_rest = False  # the next forward: whether what is there between steps is within the total
-        self._refusal: str | None = None  # why no step fits, to be raised by the next forward
         self.kinds: Kinds | None = None  # None where all but activations stays where it is
 
     # -- a forward -------------------------------------------------------------------------------------------
@@ -122,10 +120,8 @@ class Auto(Client):
         engine = manager.engine
         if self._asks_rest:
             self._asks_rest = False
-            self._refusal = self.memory.rests_too_high(engine.device.active_bytes() - self._gradient_bytes())
-        if self._refusal is not None:
-            text, self._refusal = self._refusal, None
-            raise DeviceTotalError(text)
+            self.memory.check_rest(engine.device.active_bytes() - self._gradient_bytes())
+        self.memory.raise_refusal()
         self._roots.add(root)
         before = self._attached()
         if before is not engine:
@@ -392,7 +388,7 @@ class Auto(Client):
                 ladder.refuse()
                 ladder.has_no_room = memory.total is not None
                 if ladder.has_no_room:
-                    self._refusal = memory.no_room() or self._refusal
+                    memory.no_room()
                 return False
             ladder.trace = trace
             if not calls.peers:  # which have other room

@@ -45,8 +45,8 @@ from offload.policy.streamed import least_window
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import speaker
 from offload.weights.choose import Choice
+from offload.weights.files import Slab
 from offload.weights.gradients import GradientStream, window_bytes
-from offload.weights.slabs import Slab
 from offload.weights.stream import WeightStream
 
 logger = speaker(__name__)

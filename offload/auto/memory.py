@@ -14,6 +14,7 @@ from __future__ import annotations
 from math import inf
 
 from offload.engine import OffloadEngine
+from offload.errors import DeviceTotalError
 from offload.groups.group import HEAD
 from offload.groups.manager import GroupsManager
 from offload.planner.total import TotalMemory
@@ -55,6 +56,7 @@ class AutoMemory:
         self.head_bytes = 0
         self.is_measured = True
         self.has_no_room = False
+        self.refusal: DeviceTotalError | None = None
         self.by_phase = True
         self.peaks: dict[str, int] = {}
         self._highest = 0
@@ -216,28 +218,32 @@ class AutoMemory:
             self._limited = False
             self.share.bound("device_limit_bytes", None)
 
-    def no_room(self) -> str | None:
-        """The total is less than a step takes that recomputes every block that may be: that is done. Returns
-        what is to be said of it, once."""
+    def no_room(self) -> None:
+        """The total is less than a step takes that recomputes every block that may be: that is done. It is an
+        error of the next forward, once."""
         assert self.total is not None
         self.is_measured, self.has_no_room = False, True
-        if not self._said.first("no room"):
-            return None
-        return (
-            f"device_total is {bytes_text(self.total.total_bytes)}, and a step takes "
-            f"{bytes_text(self.total.least_peak_bytes)} with every block recomputed and its input on the "
-            "host, which is what is done now: nothing is chosen. Give more than that, or fewer tokens a "
-            "forward"
-        )
+        least_bytes, total_bytes = self.total.least_peak_bytes, self.total.total_bytes
+        if least_bytes > total_bytes and self._said.first("no room"):
+            self.refusal = DeviceTotalError(
+                f"device_total is {bytes_text(total_bytes)}, and a step takes {bytes_text(least_bytes)} with "
+                "every block recomputed and its input on the host, which is what is done now: nothing is "
+                "chosen. Give more than that, or fewer tokens a forward"
+            )
 
-    def rests_too_high(self, least_bytes: int) -> str | None:
+    def check_rest(self, least_bytes: int) -> None:
         """So many bytes are on the device before the first block of step 2, optimizer state included and
-        gradients left out. Where that is more than the total, returns what is to be said of it, once."""
-        if self.total is None or least_bytes <= self.total.total_bytes or not self._said.first("no room"):
-            return None
-        return (
-            f"device_total is {bytes_text(self.total.total_bytes)}, and {bytes_text(least_bytes)} are on the "
-            "device before the first block of step 2, gradients left out: no step fits. Give more "
-            "than that, or move weights, gradients and optimizer state, too: offload.apply(model, "
-            "optimizer=optimizer, mode='auto', device_total=...)"
-        )
+        gradients left out. Where that is more than the total, it is an error of this forward."""
+        if self.total is not None and least_bytes > self.total.total_bytes and self._said.first("no room"):
+            self.refusal = DeviceTotalError(
+                f"device_total is {bytes_text(self.total.total_bytes)}, and {bytes_text(least_bytes)} are on "
+                "the device before the first block of step 2, gradients left out: no step fits. Give more "
+                "than that, or move weights, gradients and optimizer state, too: offload.apply(model, "
+                "optimizer=optimizer, mode='auto', device_total=...)"
+            )
+
+    def raise_refusal(self) -> None:
+        """Raises DeviceTotalError where a step has shown that none fits, once."""
+        error, self.refusal = self.refusal, None
+        if error is not None:
+            raise error

@@ -28,7 +28,7 @@ from offload.policy.actions import ChunkKey, GroupSize, Rates
 from offload.policy.keeps import all_of, kept_peak_bytes
 from offload.policy.mixture import MixedPlan, cheapest_mixture, choose_mixture, scaled
 from offload.telemetry.speaker import speaker
-from offload.transfer.link import LINK_TEST_BYTES
+from offload.transfer.measured import LINK_TEST_BYTES
 
 logger = speaker(__name__)
 
@@ -264,9 +264,7 @@ class AutoPlan:
         self._lengths = self.recent.lengths.typical()
         if plan is None:
             self.follow_none()
-            text = memory.no_room()
-            if text is not None:
-                logger.warning("%s", text)
+            memory.no_room()
             return
         self.names = {chunk: list(names) for chunk, names in self._calls.names.items()}
         self.followed, self._calls.levels = plan, plan.levels

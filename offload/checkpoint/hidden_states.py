@@ -55,7 +55,7 @@ from offload.checkpoint.region import Contexts, Region
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.saved.filters import waited
-from offload.saved.unread import is_read
+from offload.saved.handles import is_read
 
 _graph_task = torch._C._current_graph_task_id
 

@@ -29,4 +29,4 @@ from offload.compat.tensor_pool import GPUTensorPool as GPUTensorPool
 from offload.compat.tensor_pool import TensorPool as TensorPool
 from offload.compat.tensors import TensorOffloader as TensorOffloader
 from offload.compat.weights import WeightOffloadHook as WeightOffloadHook
-from offload.groups.queue import VirtualPipelineQueue as VirtualPipelineQueue
+from offload.groups.chunk import VirtualPipelineQueue as VirtualPipelineQueue

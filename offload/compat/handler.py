@@ -25,8 +25,8 @@ from offload.groups.release import checked_tensors, without_output
 from offload.ids import ChunkId, Owner
 from offload.saved.filters import is_plain
 from offload.saved.handles import Handle, Passed
-from offload.transfer.admission import Priority
 from offload.transfer.block import BlockState
+from offload.transfer.copier import Priority
 from offload.transfer.layout import ViewLayout, empty_at, place_of
 
 DYNAMIC_SHAPE_GROUPS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})

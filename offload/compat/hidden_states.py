@@ -30,7 +30,7 @@ from offload import marks
 from offload.checkpoint.hidden_states import HIDDEN_STATES, InputGroup
 from offload.errors import OffloadError
 from offload.groups.manager import GroupsManager
-from offload.saved.chunk import SavedChunk
+from offload.saved.handles import SavedChunk
 from offload.saved.hooks import admits_hooks, as_it_is
 from offload.telemetry.speaker import speaker
 

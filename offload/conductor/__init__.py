@@ -26,6 +26,6 @@ from offload.conductor.phases import PolicyBridge as PolicyBridge
 from offload.conductor.phases import RuntimeLimitHints as RuntimeLimitHints
 from offload.conductor.runtime import ConductorRuntime as ConductorRuntime
 from offload.conductor.runtime import TelemetryHub as TelemetryHub
-from offload.transfer.admission import DenialReason as DenialReason
-from offload.transfer.admission import Direction as Direction
-from offload.transfer.admission import Priority as Priority
+from offload.transfer.copier import DenialReason as DenialReason
+from offload.transfer.copier import Direction as Direction
+from offload.transfer.copier import Priority as Priority

@@ -17,7 +17,7 @@ from offload.client import Phase
 from offload.conductor.budget import TransferToken
 from offload.conductor.config import MIB
 from offload.conductor.phases import RuntimeLimitHints
-from offload.transfer.admission import Denied, Direction, Priority
+from offload.transfer.copier import Denied, Direction, Priority
 
 Answer = TransferToken | Denied | None
 

@@ -38,7 +38,7 @@ from offload.engines import default_engine
 from offload.ids import Owner
 from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.speaker import Once, speaker
-from offload.transfer.admission import DenialReason, Denied, Direction, Lease, Priority
+from offload.transfer.copier import DenialReason, Denied, Direction, Lease, Priority
 
 logger = speaker(__name__)
 

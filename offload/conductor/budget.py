@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from offload.client import Phase
 from offload.conductor.config import ConductorConfig
-from offload.transfer.admission import DenialReason, Denied, Direction, Priority
+from offload.transfer.copier import DenialReason, Denied, Direction, Priority
 
 SHARES_PERCENT = (80, 90, 100, 100)
 """Of the cap of its kind: BACKGROUND, SPECULATIVE, REQUIRED, CRITICAL."""

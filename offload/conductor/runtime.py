@@ -43,8 +43,8 @@ from offload.conductor.budget import (
 from offload.conductor.config import MIB, ConductorConfig
 from offload.conductor.phases import PhaseCoordinator, PolicyBridge, bridge_of
 from offload.config import config_or_fields
-from offload.telemetry.lines import JsonLines
-from offload.transfer.admission import DenialReason, Denied, Direction, Priority
+from offload.telemetry.records import JsonLines
+from offload.transfer.copier import DenialReason, Denied, Direction, Priority
 
 _MOST_EVENTS = 100_000  # between two lines; of more, the latest
 

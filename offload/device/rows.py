@@ -79,8 +79,8 @@ def _kernel() -> Callable[[Tensor, Tensor, Tensor], None] | None:
     except Exception as error:  # no triton, or no compiler for what launches its kernels
         logger.warning(
             "INT8 weights are expanded by torch's own multiplication, to the same bits but several times "
-            "slower, because triton compiles no kernel here (%s); install triton and a C compiler",
-            (str(error) or type(error).__name__).splitlines()[0],
+            "slower, because triton compiles no kernel here "
+            f"({(str(error) or type(error).__name__).splitlines()[0]}); install triton and a C compiler"
         )
         return None
     return expand

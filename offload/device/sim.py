@@ -30,14 +30,10 @@ from typing import Any, TypeVar, get_args
 
 import torch
 
-from offload.device._graphs import replace_replay
-from offload.device._sim_bytes import Span, TrackedBytes
+from offload.device._sim_bytes import HazardChecker, PlainMemory, Span, TrackedBytes
 from offload.device._sim_clock import Operation, SimEvent, SimLane, SimLanes
-from offload.device._sim_graph import SimGraph
-from offload.device._sim_hazards import HazardChecker
-from offload.device._sim_memory import PlainMemory
-from offload.device._sim_queue import POISON, Copy, Executor, ExecutorName, check_pair
-from offload.device.base import CaptureWatcher, CopyPair, Event, Lane
+from offload.device._sim_queue import POISON, Copy, Executor, ExecutorName, SimGraph, check_pair
+from offload.device.base import CaptureWatcher, CopyPair, Event, Lane, replace_replay
 from offload.errors import CaptureError, HazardError
 
 __all__ = ["POISON", "ExecutorName", "SimDevice", "SimEvent", "SimGraph", "SimLane"]

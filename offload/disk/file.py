@@ -209,9 +209,8 @@ class SpillFile:
     def _use_page_cache(self) -> None:
         self.direct = False
         logger.info(
-            "disk_directory %s (%s) refuses O_DIRECT; the file is written and read through the page cache",
-            self.directory,
-            self.file_system,
+            f"disk_directory {self.directory} ({self.file_system}) refuses O_DIRECT; the file is written and "
+            "read through the page cache"
         )
 
 

@@ -4,6 +4,9 @@ Host bytes and extents go back when a block no longer needs them, and after the 
 freed while a thread moves its bytes. One invariant: every Stored has its job, its host bytes and its extent
 until no thread uses them.
 
+A reader that finds no host block gets host memory beside the arena, for one tensor's bytes, until they are on
+the device. Nothing of it is unpinned before its last copy has passed, and nothing while a graph is captured.
+
 # [Order: release]
 # hazard  WAR: `d2h` writes the next tensor's bytes into host bytes that a thread still writes to the file.
 #         WAW: a thread still fills them from the file, for a block that was freed, when `d2h` or another
@@ -27,13 +30,65 @@ from __future__ import annotations
 import weakref
 from functools import partial
 
-from offload.device.base import Device, Event
-from offload.disk.copies import FileCopies
+from offload.device.base import Device, Event, HostMemory
 from offload.disk.file import Extents, SpillFile
-from offload.disk.spare import SpareMemory
-from offload.disk.stored import Spilled, Stored
-from offload.disk.worker import Worker
+from offload.disk.worker import FileCopies, Spilled, Stored, Worker
 from offload.memory.arena import Block, HostArena
+from offload.memory.free_ranges import round_up
+from offload.memory.growth import PAGE_BYTES
+
+
+class SpareMemory:
+    """Blocks that are no arena's. False while there are none."""
+
+    def __init__(self, device: Device, registration_bytes: int) -> None:
+        self._device = device
+        self._registration_bytes = registration_bytes
+        self._memory: dict[int, HostMemory] = {}  # by the id of the block that was made of it
+        self._used: list[tuple[Block, Event | None]] = []  # and the last use
+
+    def __contains__(self, host: Block) -> bool:
+        return id(host) in self._memory
+
+    def __bool__(self) -> bool:
+        return bool(self._memory)
+
+    def take(self, nbytes: int) -> Block:
+        """Pin a block of its own. Blocks the host for that. Raises HostBudgetError if the system refuses."""
+        memory = self._device.host_memory(round_up(nbytes, PAGE_BYTES), self._registration_bytes)
+        extents, left = [], nbytes
+        for piece in memory.pieces:
+            extents.append(piece[: min(left, piece.numel())])
+            left -= extents[-1].numel()
+        host = Block(nbytes, tuple(extents), (), (), ())
+        self._memory[id(host)] = memory
+        return host
+
+    def give_back(self, host: Block, event: Event | None) -> None:
+        """End the loan, as HostArena.give_back does. Blocks the host: never."""
+        self._used.append((host, event))
+
+    def release_passed(self) -> None:
+        """Unpin what nobody uses any more. Blocks the host for the unpinning."""
+        if self._device.is_capturing():
+            return
+        used, self._used = self._used, []
+        for host, event in used:
+            if event is None or self._device.poll(event):
+                self._memory.pop(id(host)).release()
+            else:
+                self._used.append((host, event))
+
+    def close(self) -> None:
+        """Unpin everything. Blocks the host for the last copies."""
+        for _, event in self._used:
+            if event is not None:
+                self._device.synchronize(event)
+        self._used.clear()
+        for memory in self._memory.values():
+            memory.release()
+        self._memory.clear()
+
 
 THREADS = 2
 """Calls of each direction that the disk has at once: while one thread sees to the end of its call and to the
@@ -114,19 +169,6 @@ class DiskLoans:
         for _, job in jobs:
             if job.error is not None and not isinstance(job.error, OSError):
                 raise job.error
-
-    def _end_freed(self) -> None:
-        """End what was freed while a job ran on it."""
-        freed, self._freed = self._freed, []
-        for stored in freed:
-            self._end(stored)
-
-    def _forget_written(self, block: Spilled) -> None:
-        """The block's write was called off: it stays in host memory to its end."""
-        stored, block.stored = block.stored, None
-        assert stored is not None
-        stored.write = stored.block = None
-        self._num_blocks -= 1
 
     def _drop_read(self, stored: Stored) -> None:
         assert stored.host is not None

@@ -30,8 +30,7 @@ from typing import Any
 from offload.device.base import Device
 from offload.disk.file import Extent, SpillFile
 from offload.disk.loans import DiskLoans
-from offload.disk.stored import DiskSettings, Spilled, Stored
-from offload.disk.worker import Job, JobState
+from offload.disk.worker import DiskSettings, Job, JobState, Spilled, Stored
 from offload.errors import OffloadError
 from offload.memory.arena import Block, HostArena
 from offload.sizes import bytes_text
@@ -96,8 +95,9 @@ class DiskTier(DiskLoans):
             if job is not None and not self.writer.passed(job, "release"):
                 break
             self._end_write(writes.popleft())
-        if self._freed:
-            self._end_freed()
+        freed, self._freed = self._freed, []
+        for stored in freed:  # while a job ran on it
+            self._end(stored)
         if self.spare:
             self.spare.release_passed()
 
@@ -119,13 +119,10 @@ class DiskTier(DiskLoans):
                 raise job.error
             if self._said.first("write"):
                 logger.warning(
-                    "%s: its %s could not be written to %s (%s): %s. Such tensors stay in host memory, and "
-                    "on the device where that is full; free some space, or raise disk_limit_bytes",
-                    block.label,
-                    bytes_text(block.nbytes),
-                    self.file.directory,
-                    self.file.file_system,
-                    job.error.strerror or job.error,
+                    f"{block.label}: its {bytes_text(block.nbytes)} could not be written to "
+                    f"{self.file.directory} ({self.file.file_system}): {job.error.strerror or job.error}. "
+                    "Such tensors stay in host memory, and on the device where that is full; free some "
+                    "space, or raise disk_limit_bytes"
                 )
         elif not stored.is_ahead:
             self._release_host(block)
@@ -148,7 +145,9 @@ class DiskTier(DiskLoans):
             if block.host is None:
                 missing.append(block)
             elif stored.write is not None and self.writer.call_off(stored.write, stored):
-                self._forget_written(block)
+                # it stays in host memory to its end
+                block.stored = stored.write = stored.block = None
+                self._num_blocks -= 1
                 continue
             self._keep_ahead(stored)
         self._start_reads(missing)
@@ -281,10 +280,9 @@ class DiskTier(DiskLoans):
                     return host
         if self._said.first("spare"):
             logger.warning(
-                "%s: host memory has no room for its %s, which its reader waits for; they are pinned "
-                "beside the limit until they are on the device. Raise host_limit_bytes",
-                block.label,
-                bytes_text(block.nbytes),
+                f"{block.label}: host memory has no room for its {bytes_text(block.nbytes)}, which its "
+                "reader waits for; they are pinned beside the limit until they are on the device. Raise "
+                "host_limit_bytes"
             )
         return self.spare.take(block.nbytes)
 
@@ -298,13 +296,11 @@ class DiskTier(DiskLoans):
         step_s = max(now - self._step_began, 1e-9)
         if self._refused_bytes and self._said.first("slow"):
             logger.warning(
-                "the disk writes %.2f GB/s to %s (%s) and the step saved %.2f GB/s: host memory was full "
-                "and %s stayed on the device. Save less, raise host_limit_bytes, or use a faster disk",
-                figures["disk_write_bytes_per_s"] / _GB,
-                self.file.directory,
-                self.file.file_system,
-                (self._offered_bytes + self._refused_bytes) / step_s / _GB,
-                bytes_text(self._refused_bytes),
+                f"the disk writes {figures['disk_write_bytes_per_s'] / _GB:.2f} GB/s to "
+                f"{self.file.directory} ({self.file.file_system}) and the step saved "
+                f"{(self._offered_bytes + self._refused_bytes) / step_s / _GB:.2f} GB/s: host memory was "
+                f"full and {bytes_text(self._refused_bytes)} stayed on the device. Save less, raise "
+                "host_limit_bytes, or use a faster disk"
             )
         self._refused_bytes = self._offered_bytes = 0
         self._step_began = now

@@ -19,22 +19,19 @@ from offload.engine import OffloadEngine
 from offload.engines import default_engine
 from offload.errors import PoolError
 from offload.groups.chunk import ChunkGroups
-from offload.groups.group import ROUTING, Cost, Group
-from offload.groups.inputs import InputGroup
-from offload.groups.leaving import LeavingGroups
+from offload.groups.group import ROUTING, Cost, Group, LeavingGroups
 from offload.groups.open_scopes import OpenScopes
 from offload.groups.release import checked_tensors
-from offload.groups.scope import KeptGroup
-from offload.groups.seen import SeenStep
+from offload.groups.scope import InputGroup, KeptGroup
+from offload.groups.seen import GroupLedgers, SeenStep
 from offload.groups.step_planner import StepPlanner
-from offload.groups.survey import GroupLedgers
 from offload.ids import ChunkId
 from offload.policy.mixture import MixedPlan
-from offload.saved.chunk import SavedChunk
+from offload.saved.handles import SavedChunk
 from offload.telemetry.figures import Ledger
 from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.summary import print_offload_summary_table
-from offload.transfer.graph import CapturedGraph
+from offload.transfer.block import CapturedGraph
 
 # of inferred ends, by what a step has saved: a generator's graph outlives the discriminator's step
 _ENDS_OUTLIVED = 2
@@ -364,7 +361,8 @@ class GroupsManager(OpenScopes, Client):
 
     def end_step(self) -> ClientStats:
         """End the step of the groups: what is still open is closed, what nobody read is dropped."""
-        self._close_uncommitted()
+        while self._until_commit:
+            self.close_scope(self._until_commit.pop()[1])
         self._delayed.clear()
         self._leaving.step_ends()
         handlers = [handler for handler in self._handlers.values() if handler.begun]

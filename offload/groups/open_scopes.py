@@ -84,7 +84,3 @@ class OpenScopes(ChunkTracker):
             if self._until_commit[position][0] == name:
                 self.close_scope(self._until_commit.pop(position)[1])
                 return
-
-    def _close_uncommitted(self) -> None:
-        while self._until_commit:
-            self.close_scope(self._until_commit.pop()[1])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from offload.errors import OffloadError
-from offload.saved.chunk import SavedGroup
+from offload.saved.handles import SavedGroup
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import speaker
 from offload.transfer.block import BlockState, DeviceBlock
@@ -39,11 +39,9 @@ def without_output(tensors: list[torch.Tensor], output: torch.Tensor, name: str)
     kept = [tensor for tensor in checked if tensor.untyped_storage()._cdata != own]
     if len(kept) < len(checked):
         logger.warning(
-            "group %r: %s tensor(s) of forced_released_tensors share the storage of the group's output, of "
-            "shape %s, which is read after the commit: they stay; take them off the list",
-            name,
-            len(checked) - len(kept),
-            tuple(output.shape),
+            f"group {name!r}: {len(checked) - len(kept)} tensor(s) of forced_released_tensors share the "
+            f"storage of the group's output, of shape {tuple(output.shape)}, which is read after the commit: "
+            "they stay; take them off the list"
         )
     return kept
 
@@ -90,12 +88,9 @@ def release(
                 )
         if why is not None:
             logger.warning(
-                "group %s: a tensor of shape %s (%s of storage) was to be released, but %s; it stays. "
-                "Save all of it inside the group, or take it off forced_released_tensors",
-                saved.id,
-                tuple(aliases[0].shape),
-                bytes_text(storage.nbytes()),
-                why,
+                f"group {saved.id}: a tensor of shape {tuple(aliases[0].shape)} "
+                f"({bytes_text(storage.nbytes())} of storage) was to be released, but {why}; it stays. Save "
+                "all of it inside the group, or take it off forced_released_tensors"
             )
             continue
         storage.resize_(0)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from offload.groups.chunk import ChunkGroups
 from offload.groups.group import HEAD, KEPT, ROUTING, Group
-from offload.groups.survey import Survey
+from offload.groups.seen import Survey
 from offload.ids import ChunkId
 from offload.sizes import bytes_text
 from offload.telemetry.records import StepStats
@@ -65,19 +65,17 @@ class MarkReport:
         """Group `name` was started in a forward that no chunk was begun for."""
         if self._said.first("no chunk"):
             logger.warning(
-                "group %r is started while no chunk is current: nothing of this forward leaves. Call "
+                f"group {name!r} is started while no chunk is current: nothing of this forward leaves. Call "
                 "init_chunk_handler() at the start of every forward. In a pipeline, use OffloadPipelineStage "
-                "and leave its announcer out: a stage without an announcer begins no chunk",
-                name,
+                "and leave its announcer out: a stage without an announcer begins no chunk"
             )
 
     def no_group(self, chunk: ChunkId) -> None:
         """Hooks were asked for while no group of `chunk` was open."""
         if self._said.first("no group"):
             logger.warning(
-                "offload_hooks() without an open group in chunk %s: nothing saved in it will leave; call "
-                "group_start first",
-                chunk,
+                f"offload_hooks() without an open group in chunk {chunk}: nothing saved in it will leave; "
+                "call group_start first"
             )
 
     def inside_checkpoint(self, name: str, recomputed_by: str) -> None:
@@ -93,21 +91,18 @@ class MarkReport:
         """Group `name` is open where its step ends, and was read."""
         if self._said.first("open", name):
             logger.warning(
-                "group %r was started and is not committed where its step ends: what it saved stays, but for "
-                "whole pieces (piece_bytes). Call group_commit(output, %r) where its layers end, once for "
-                "each start",
-                name,
-                name,
+                f"group {name!r} was started and is not committed where its step ends: what it saved stays, "
+                f"but for whole pieces (piece_bytes). Call group_commit(output, {name!r}) where its layers "
+                "end, once for each start"
             )
 
     def forwards(self, stage: int, number: int) -> None:
         """So many forwards of a virtual stage have begun since the last step's end."""
         if number >= FORWARDS_WITHOUT_END and self._said.first("no end"):
             logger.warning(
-                "%s forwards of virtual stage %s have begun since the last step_end(): they are not counted, "
-                "and no plan is made. Call step_end() once a step, when its gradients are final",
-                f"{number:,}",
-                stage,
+                f"{number:,} forwards of virtual stage {stage} have begun since the last step_end(): they "
+                "are not counted, and no plan is made. Call step_end() once a step, when its gradients are "
+                "final"
             )
 
     def optimizer_stepped(self, num_forwards: int) -> None:
@@ -118,10 +113,9 @@ class MarkReport:
         self._forwards_at_step = num_forwards
         if self._unended >= OPTIMIZER_STEPS_WITHOUT_END and self._said.first("no step_end"):
             logger.warning(
-                "an optimizer has stepped %d times since the last step_end(): this process has called "
-                "step_end(), so from then on no optimizer's step ends a step, nothing is counted and no plan "
-                "is made. Call step_end() once a step, or never; configure() begins anew",
-                self._unended,
+                f"an optimizer has stepped {self._unended} times since the last step_end(): this process has "
+                "called step_end(), so from then on no optimizer's step ends a step, nothing is counted and "
+                "no plan is made. Call step_end() once a step, or never; configure() begins anew"
             )
 
     def expect(self, stage: int) -> None:
@@ -154,10 +148,9 @@ class MarkReport:
         for name in self._recomputed.difference(names):
             if is_warmup and self._said.first("checkpoint", name):
                 logger.warning(
-                    "group %r is inside a reentrant checkpoint, which saves nothing in its forward: nothing "
-                    "of the group leaves. Put its marks around the checkpoint, or use "
-                    "checkpoint(..., use_reentrant=False, context_fn=selective_contexts(...))",
-                    name,
+                    f"group {name!r} is inside a reentrant checkpoint, which saves nothing in its forward: "
+                    "nothing of the group leaves. Put its marks around the checkpoint, or use "
+                    "checkpoint(..., use_reentrant=False, context_fn=selective_contexts(...))"
                 )
         self._recomputed.clear()
         if self._inside:
@@ -178,12 +171,10 @@ class MarkReport:
         largest = 0 if survey is None else survey.largest_small(model)
         if idle and not moved and largest and hooked.issuperset(idle) and self._said.first("nothing", model):
             logger.warning(
-                "nothing leaves: all that autograd saved in groups %s is smaller than min_numel "
-                "(min_offloaded_tensor_size in OffloadConfig), %s elements here, or can never leave. The "
-                "largest tensor that is too small has %s elements: set min_numel to that or less",
-                _listed(idle),
-                f"{min_elements:,}",
-                f"{largest:,}",
+                f"nothing leaves: all that autograd saved in groups {_listed(idle)} is smaller than "
+                f"min_numel (min_offloaded_tensor_size in OffloadConfig), {min_elements:,} elements here, or "
+                f"can never leave. The largest tensor that is too small has {largest:,} elements: set "
+                "min_numel to that or less"
             )
             self._said.update(("idle", model, name) for name in idle)
         for name in idle:
@@ -204,9 +195,8 @@ class MarkReport:
                 )
             else:
                 logger.warning(
-                    "group %r moved nothing: no hooks were open between its start and its commit. Run its "
-                    "layers in `with offload_hooks():`, or start it with hooks=True",
-                    name,
+                    f"group {name!r} moved nothing: no hooks were open between its start and its commit. Run "
+                    "its layers in `with offload_hooks():`, or start it with hooks=True"
                 )
 
 
@@ -241,14 +231,11 @@ class StepReport:
         reserved, active = found
         if reserved > RESERVED_OVER_ACTIVE * active and self._said.first("cache"):
             logger.warning(
-                "torch's allocator holds %s of the device, %.2f times the %s that were ever in use at "
-                "once: %d of %d steps had a new shape, and cached blocks of one size do not serve another. "
-                "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch is imported",
-                bytes_text(reserved),
-                reserved / max(1, active),
-                bytes_text(active),
-                self._plans,
-                self._steps,
+                f"torch's allocator holds {bytes_text(reserved)} of the device, "
+                f"{reserved / max(1, active):.2f} times the {bytes_text(active)} that were ever in use at "
+                f"once: {self._plans} of {self._steps} steps had a new shape, and cached blocks of one size "
+                "do not serve another. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch is "
+                "imported"
             )
 
     def look(self, stats: StepStats, limits: Limits, live_peak_bytes: int) -> None:
@@ -263,27 +250,19 @@ class StepReport:
                 whose = "device_limit (device_limit_bytes in OffloadConfig)"
                 way_out = "Raise the limit, or mark smaller groups"
             logger.warning(
-                "saved tensors took up to %s of the device at once in step %d, %s more than %s, %s: what is "
-                "being saved or read must fit beside what is on its way. %s",
-                bytes_text(peak),
-                stats.step,
-                bytes_text(peak - limit),
-                whose,
-                bytes_text(limit),
-                way_out,
+                f"saved tensors took up to {bytes_text(peak)} of the device at once in step {stats.step}, "
+                f"{bytes_text(peak - limit)} more than {whose}, {bytes_text(limit)}: what is being saved or "
+                f"read must fit beside what is on its way. {way_out}"
             )
         # mode "auto" says itself where its total leaves it no choice
         saves_nothing = limit is None and not is_auto and stats.spill_bytes and peak >= live_peak_bytes
         if saves_nothing and self._said.first("nothing saved"):
             logger.warning(
-                "step %d copied %s out and %s back, and its saved tensors took as much of the device "
-                "at once, %s, as if none had left: copies in flight have room for all of them. Results "
-                "are right, and a step that saves so little needs no offload. Set device_limit "
-                "(device_limit_bytes in OffloadConfig) to what they may take",
-                stats.step,
-                bytes_text(stats.spill_bytes),
-                bytes_text(stats.restore_bytes),
-                bytes_text(peak),
+                f"step {stats.step} copied {bytes_text(stats.spill_bytes)} out and "
+                f"{bytes_text(stats.restore_bytes)} back, and its saved tensors took as much of the device "
+                f"at once, {bytes_text(peak)}, as if none had left: copies in flight have room for all of "
+                "them. Results are right, and a step that saves so little needs no offload. Set device_limit "
+                "(device_limit_bytes in OffloadConfig) to what they may take"
             )
 
 

@@ -20,17 +20,14 @@ import torch
 from offload.client import Phase
 from offload.config import check_index, check_min_elements
 from offload.engine import OffloadEngine
-from offload.groups.again import CallReads, RecomputedHalves
-from offload.groups.chunk import ChunkGroups
-from offload.groups.halves import HalfReads
-from offload.groups.queue import VirtualPipelineQueue
+from offload.groups.chunk import ChunkGroups, VirtualPipelineQueue
+from offload.groups.halves import CallReads, HalfReads, RecomputedHalves
 from offload.groups.reports import FORWARDS_WITHOUT_END, MarkReport
 from offload.groups.seen import SeenStep, StepClock
 from offload.ids import ChunkId
 from offload.policy.actions import Action, Kind
 from offload.policy.lookahead import Lookahead
-from offload.saved.chunk import SavedChunk
-from offload.saved.handles import Handle
+from offload.saved.handles import Handle, SavedChunk
 from offload.transfer.block import DeviceBlock
 from offload.transfer.coming import ComingReads
 from offload.versions import queue_callback

@@ -195,11 +195,9 @@ class HostArena(Lender):
         try:
             if self.device.pins and not self._idle_within(CLOSE_PATIENCE_S):
                 logger.warning(
-                    "closing: the last copies of %s of host memory have not ended after %.0f s; the memory "
-                    "is left to the system. If a rank is gone, this one is waiting for it: set a timeout on "
-                    "the process group",
-                    bytes_text(self.held_bytes),
-                    CLOSE_PATIENCE_S,
+                    f"closing: the last copies of {bytes_text(self.held_bytes)} of host memory have not "
+                    f"ended after {CLOSE_PATIENCE_S:.0f} s; the memory is left to the system. If a rank is "
+                    "gone, this one is waiting for it: set a timeout on the process group"
                 )
                 return
             self.clear()

@@ -3,15 +3,40 @@
 Pinned pages cannot be swapped, so ranks that each take "most of the RAM" end with the kernel killing one of
 them. One invariant: the sum of what was granted and not released never exceeds the limit. A refused request
 leaves no trace.
+
+The number may be of one process, or of all processes of one host: then it is in a file in memory, a line for
+each process, and locks that the kernel returns when a process ends.
+
+    lock of byte 0         whoever counts has it
+    lock of byte 1 + i     line i has an owner, which lives; else its bytes are nobody's, and count no more
+
+The bytes in lines with an owner never exceed the limit, whenever a process is killed. A line's
+lock goes after its process's memory, so what comes back is free.
+
+Each of N processes can get the least of limit / 2N and 40% of its demand, whatever the others hold: nobody
+grows into what another may still take of that. Before its first step has ended a process's demand is unknown.
+After Apache Spark's rule of 1/2N, which its memory manager states for tasks.
 """
 
 from __future__ import annotations
 
+import atexit
+import fcntl
+import hashlib
 import os
+import secrets
+import struct
+import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
+
+from offload.sizes import bytes_text
+from offload.telemetry.speaker import speaker
+
+logger = speaker(__name__)
 
 DEFAULT_SHARE = 0.8
 """Share of the host's memory that may be pinned by default: the rest is for data loaders, the page cache and
@@ -137,3 +162,209 @@ def checked_limit(limit_bytes: int) -> int:
             f"a host limit of {limit_bytes:,} bytes is negative; give bytes, 0 refuses everything"
         )
     return limit_bytes
+
+
+GUARANTEED_SHARE = 0.4
+"""Of its demand: what a process gets, where that is less than limit / 2N."""
+
+_LINE = struct.Struct("<4q")
+
+
+class _Line(NamedTuple):
+    """Of one process. used, limit: bytes. most: the largest sum it asked for; its demand once `settled`."""
+
+    used: int
+    most: int
+    settled: int
+    limit: int
+
+    def guaranteed(self, limit_bytes: int, processes: int) -> int:
+        half = limit_bytes // (2 * processes)
+        return min(int(self.most * GUARANTEED_SHARE), half) if self.settled else half
+
+
+class _Ledger:
+    """The file of one path in this process, and this process's line in it. It stays open until the process
+    ends, because closing any file of a path returns all locks of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.pid = path, os.getpid()
+        self._mutex = threading.Lock()
+        self._open()
+        atexit.register(self._leave)
+
+    def _open(self) -> None:
+        while True:
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.lockf(self._file, fcntl.LOCK_EX, 1, 0)
+            if os.fstat(self._file).st_nlink:
+                break
+            os.close(self._file)  # the last process has just left, and took the file away
+        self.mine = next(index for index in range(1 << 20) if self._is_free(index))
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, 1 + self.mine)
+        self.write(_Line(0, 0, 0, 1 << 62))
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, 0)
+
+    def _is_free(self, index: int) -> bool:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 + index)
+        except OSError:
+            return False
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, 1 + index)
+        return True
+
+    @contextmanager
+    def lines(self) -> Iterator[dict[int, _Line]]:
+        """The lines of living processes, while nobody else counts. Blocks the host for others' counting."""
+        with self._mutex:
+            fcntl.lockf(self._file, fcntl.LOCK_EX, 1, 0)
+            try:
+                size = os.fstat(self._file).st_size
+                found = _LINE.iter_unpack(os.pread(self._file, size - size % _LINE.size, 0))
+                lines = {index: _Line(*line) for index, line in enumerate(found)}
+                yield {at: line for at, line in lines.items() if at == self.mine or not self._is_free(at)}
+            finally:
+                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, 0)
+
+    def write(self, line: _Line) -> None:
+        os.pwrite(self._file, _LINE.pack(*line), self.mine * _LINE.size)
+
+    def _leave(self) -> None:
+        if self.pid == os.getpid():
+            with suppress(OSError), self.lines() as lines:
+                if len(lines) == 1:
+                    self.path.unlink()
+
+
+_ledgers: dict[Path, _Ledger] = {}
+_ledgers_lock = threading.Lock()
+
+
+def _ledger(path: Path) -> _Ledger:
+    with _ledgers_lock:
+        found = _ledgers.get(path)
+        if found is None or found.pid != os.getpid():  # a forked process has no locks
+            found = _ledgers[path] = _Ledger(path)
+        return found
+
+
+class SharedHostBudget:
+    """The budget of all processes that name one file. Thread-safe.
+
+    path: the file, which the first makes and the last removes. limit_bytes: what all of them may hold
+        together; the least that a living process gives holds. Raises ValueError for a negative one, OSError
+        where the file cannot be made.
+
+    Each call takes a lock of the file for each process, so an arena asks when it grows and never per block.
+    """
+
+    is_named = True
+    """A user gave it; else it is what ranks of one host have by default."""
+
+    def __init__(self, path: Path, limit_bytes: int) -> None:
+        self._path, self._settled = path, False
+        self.limit_bytes = limit_bytes
+
+    @property
+    def _here(self) -> _Ledger:
+        return _ledger(self._path)
+
+    @property
+    def limit_bytes(self) -> int:
+        return self._limit_bytes
+
+    @limit_bytes.setter
+    def limit_bytes(self, limit_bytes: int) -> None:
+        self._limit_bytes, here = checked_limit(limit_bytes), self._here
+        with here.lines() as lines:
+            here.write(lines[here.mine]._replace(limit=limit_bytes))
+
+    @property
+    def used_bytes(self) -> int:
+        """Of all living processes."""
+        with self._here.lines() as lines:
+            return sum(line.used for line in lines.values())
+
+    def reserve(self, nbytes: int) -> bool:
+        """Count `nbytes` more as used, or return False."""
+        assert nbytes >= 0, nbytes
+        here = self._here
+        with here.lines() as lines:
+            mine = lines[here.mine]
+            mine = mine._replace(most=max(mine.most, mine.used + nbytes))
+            limit = min(line.limit for line in lines.values())
+            others = [line for index, line in lines.items() if index != here.mine]
+            kept = sum(max(line.used, line.guaranteed(limit, len(lines))) for line in others)
+            fits = mine.used + nbytes + kept <= limit
+            here.write(mine._replace(used=mine.used + nbytes * fits))
+        return fits
+
+    def release(self, nbytes: int) -> None:
+        here = self._here
+        with here.lines() as lines:
+            mine = lines[here.mine]
+            assert 0 <= nbytes <= mine.used, f"released {nbytes:,} bytes of {mine.used:,} reserved"
+            here.write(mine._replace(used=mine.used - nbytes))
+
+    def settle(self) -> None:
+        if not self._settled:
+            here, self._settled = self._here, True
+            with here.lines() as lines:
+                here.write(lines[here.mine]._replace(settled=1))
+
+    def counts_with(self, other: HostBudget) -> bool:
+        return isinstance(other, SharedHostBudget) and other._path == self._path
+
+
+class Strings(Protocol):
+    """What is used of a torch.distributed.Store."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set `desired` where the key has no value, and return the value that it has then."""
+
+
+def shared_by_store(store: Strings, host_key: str, limit_bytes: int) -> SharedHostBudget:
+    """The budget of the ranks that give one store and one host_key.
+
+    Raises ValueError where ranks of one host_key have no memory in common, such as containers that were not
+    given one /dev/shm.
+    """
+    folder = _folder()
+    here = f"{os.stat(folder).st_dev}"
+    key, mine = f"offload/host_budget/{host_key}", f"{here} {secrets.token_hex(8)}"
+    there, name = store.compare_set(key, "", mine).decode().split()
+    if there != here:
+        raise ValueError(
+            f"ranks with the host_key {host_key!r} share {folder}, and that of this one is another: give "
+            "containers one /dev/shm, or each a host_key of its own"
+        )
+    return SharedHostBudget(_path_of(name), limit_bytes)
+
+
+def shared_by_torchrun(limit_bytes: int) -> SharedHostBudget | None:
+    """The budget of the ranks that one `torchrun` started on this host; None in a process of its own, and
+    where no such file can be made, which is said."""
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < 2:
+        return None
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT")
+    job = "\n".join(os.environ.get(name, "") for name in names)
+    path = _path_of(hashlib.sha256(job.encode()).hexdigest()[:16])  # of any length, and of one job alone
+    try:
+        found = SharedHostBudget(path, limit_bytes)
+    except OSError as error:
+        logger.warning(
+            f"{path} cannot be made ({error}), so each rank of this host may pin {bytes_text(limit_bytes)} "
+            "by itself, and all together more than there is; give each its share as host_limit"
+        )
+        return None
+    found.is_named = False
+    return found
+
+
+def _folder() -> Path:
+    memory = Path("/dev/shm")  # of all processes, and gone with the machine
+    return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _path_of(name: str) -> Path:
+    return _folder() / f"offload-{os.getuid()}-{name}"

@@ -18,8 +18,7 @@ from offload.errors import HostBudgetError, OffloadError
 from offload.memory.budget import HostBudget
 from offload.memory.free_ranges import FreeRanges, PendingEvents, round_up
 from offload.sizes import bytes_text
-from offload.telemetry.progress import progress
-from offload.telemetry.speaker import speaker
+from offload.telemetry.speaker import progress, speaker
 
 logger = speaker(__name__)
 

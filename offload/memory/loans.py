@@ -9,6 +9,9 @@ One invariant: a free byte lies in one whole block or in one range, and a lent o
     piece    one registration of host memory, the longest thing that one copy may touch
     extent   a byte range inside one piece
     block    a list of extents; a list, so that free bytes are never too scattered to be lent
+
+Saved tensors that found no host memory are warned of once for an engine, as soon as host memory cannot grow;
+else after a few steps, when what is pinned beside them has had its time.
 """
 
 from __future__ import annotations
@@ -33,7 +36,12 @@ from offload.memory.free_ranges import (
     join_pending,
     round_up,
 )
-from offload.memory.growth import Growth
+from offload.memory.growth import PAGE_BYTES, Growth
+from offload.sizes import bytes_text, enough_text
+from offload.telemetry.records import StepStats
+from offload.telemetry.speaker import speaker
+
+logger = speaker(__name__)
 
 ALIGN_BYTES = 512
 """Where extents start, as torch's device allocator does."""
@@ -295,3 +303,38 @@ def _needed(nbytes: int, align_bytes: int) -> int:
     if nbytes <= 0:
         raise ValueError(f"a block of {nbytes:,} bytes was asked for; tensors without bytes need none")
     return round_up(nbytes, align_bytes)
+
+
+_STEPS_TO_PIN = 3  # after the first such step
+
+
+class HostShortage:
+    """Steps of one engine that lacked host memory."""
+
+    def __init__(self) -> None:
+        self._first: StepStats | None = None  # step that lacked host memory
+        self._steps = 0  # from it on; -1: it was said
+
+    def step_ended(self, stats: StepStats, refusal: str) -> None:
+        """refusal: why host memory cannot grow, and the way out; "" where it can."""
+        if self._first is None and stats.lacked_host:
+            self._first = stats
+        if self._first is None or self._steps < 0:
+            return
+        self._steps += 1
+        if not refusal and self._steps <= _STEPS_TO_PIN:
+            return
+        lacking, self._steps = stats if stats.lacked_host else self._first, -1
+        padded = lacking.host_bytes_wanted_peak + lacking.saved * ALIGN_BYTES
+        needed = enough_text(round_up(padded, PAGE_BYTES))
+        logger.warning(
+            "%s of step %d found no host memory and stayed on the device, beside any device_limit: of %s "
+            "that it needed there, %s were pinned. %s",
+            bytes_text(lacking.refused_bytes),
+            lacking.step,
+            needed,
+            bytes_text(lacking.host_bytes_held),
+            refusal
+            or f"More is pinned beside later steps; host_reserve='{needed}' of apply (host_reserve_bytes in "
+            "OffloadConfig) has it before the first",
+        )

@@ -40,8 +40,7 @@ from offload.modules.hooks import CallsUnderWay, output_tensors
 from offload.modules.memory import BACKWARD, HEAD, PeakWatch
 from offload.modules.settings import checkpoints_off, is_checkpointing
 from offload.modules.steps import Root, Steps
-from offload.saved.chunk import SavedChunk
-from offload.saved.handles import Handle
+from offload.saved.handles import Handle, SavedChunk
 from offload.saved.hooks import InstalledScope, admits_hooks, inside_checkpoint
 from offload.telemetry.speaker import Once, speaker
 

@@ -24,8 +24,8 @@ from offload.modules.steps import Root, Steps
 from offload.optim.step import stepped_by_open_ones
 from offload.sizes import argument_bytes
 from offload.weights.choose import Choice, choose, choose_gradients, quantize
+from offload.weights.files import Slab
 from offload.weights.hooks import refuse_recorded_graphs
-from offload.weights.slabs import Slab
 
 
 class WeightsRoot(Root):

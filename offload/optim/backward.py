@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.client import weakly
 from offload.optim.host_part import HostBucket
+from offload.optim.parts import may_be_reduced_in_place
 from offload.optim.placing import Placement
-from offload.optim.ranks import may_be_reduced_in_place
 from offload.optim.stepping import HostedSteps
-from offload.optim.touch import SpentGradient, SteppedGradient, WeightWatch, watch, weakly
-from offload.params.home import HOME, has_own_storage
+from offload.optim.touch import SpentGradient, SteppedGradient, WeightWatch, watch
 from offload.params.view import ParamView, is_laid_out_as, local_of
+from offload.params.watched import HOME, has_own_storage
 from offload.transfer.limits import Limits
 
 

@@ -62,13 +62,14 @@ def is_fused_adam(cls: type[Optimizer]) -> bool:
     return cls in (torch.optim.Adam, torch.optim.AdamW)
 
 
-_ELEMENTWISE = {
+ELEMENTWISE = {
     getattr(torch.optim, name)
     for name in "Adam AdamW SGD Adagrad RMSprop Adadelta Adamax NAdam RAdam ASGD Rprop".split()  # noqa: SIM905
 }
+"""Classes whose step is known to treat each element alone, so that a shard may be stepped as if it were a
+whole parameter."""
 
-
-_EACH_ALONE = _ELEMENTWISE | {
+_EACH_ALONE = ELEMENTWISE | {
     getattr(torch.optim, name) for name in ("Adafactor", "Muon", "SparseAdam") if hasattr(torch.optim, name)
 }
 
@@ -125,12 +126,6 @@ def _sgd_step(optimizer: Optimizer, *closure: Callable[[], Any], step: Any) -> A
         for each, gradient in gradients:
             each.grad = gradient
     return loss
-
-
-def is_elementwise(cls: type[Optimizer]) -> bool:
-    """Whether the step is known to treat each element alone, so that a shard may be stepped as if it were a
-    whole parameter."""
-    return cls in _ELEMENTWISE
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")

@@ -24,9 +24,9 @@ from offload.optim.classes import is_fused_adam, state_names, steps_each_alone
 from offload.optim.fsdp_step import FSDPGPUOptimizerWrapper
 from offload.optim.hybrid import HybridDeviceOptimizer
 from offload.optim.state import is_hooks, without_hooks
-from offload.params.home import home_of
-from offload.params.ring import slots_for
+from offload.params.sections import slots_for
 from offload.params.view import local_of, trains
+from offload.params.watched import home_of
 
 BUCKET_BYTES = 64 << 20
 """Of master weights: what passes through the device at once."""

@@ -33,12 +33,11 @@ from torch.optim import Optimizer
 from offload.device import CopyPair, Event
 from offload.engine import OffloadEngine
 from offload.optim.classes import is_fused_adam, state_names, step_alone
-from offload.optim.groups import UserGroup, follow_groups
 from offload.optim.host_part import HostBucket, HostPart
-from offload.optim.parts import HostOptions
-from offload.params.home import Stepper
+from offload.optim.parts import HostOptions, UserGroup, follow_groups
 from offload.params.sections import FlatSpec
 from offload.params.view import ParamView, lay_like, update_master
+from offload.params.watched import Stepper
 
 
 def as_bytes(pairs: Sequence[CopyPair]) -> list[CopyPair]:

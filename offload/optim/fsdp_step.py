@@ -28,9 +28,8 @@ from offload.engine import OffloadEngine
 from offload.engines import default_engine
 from offload.errors import OffloadError
 from offload.optim.classes import is_fused_adam
-from offload.optim.entries import UserState
-from offload.optim.groups import UserGroup
-from offload.optim.parts import HostOptions
+from offload.optim.parts import HostOptions, UserGroup
+from offload.optim.state import UserState
 from offload.optim.streamed_step import StreamedPart
 from offload.params.view import ParamView, count_write, trains
 

@@ -19,12 +19,10 @@ from offload.device import Event
 from offload.engine import OffloadEngine
 from offload.ids import Owner
 from offload.optim.classes import MOMENTS, state_names
-from offload.optim.groups import UserGroup
-from offload.optim.parts import HostOptions, Part
-from offload.params.home import Claim, Stepper
-from offload.params.layout import Bucket, Piece, lay_out
-from offload.params.sections import FlatSpec, HostSection, check_budget
+from offload.optim.parts import HostOptions, Part, UserGroup
+from offload.params.sections import Bucket, FlatSpec, HostSection, Piece, check_budget, lay_out
 from offload.params.view import ParamView
+from offload.params.watched import Claim, Stepper
 from offload.params.worker import Latch
 from offload.transfer.copier import OwnedCopies
 

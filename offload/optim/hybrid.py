@@ -182,10 +182,9 @@ class HybridDeviceOptimizer(Optimizer, metaclass=_MadeInPlace):
         if 0 < offload_fraction < 1 and not alone:
             if cpu_cls is gpu_cls:
                 logger.warning(
-                    "%s may look at all parameters at once, so one optimizer steps them all, on the host: "
-                    "offload_fraction is 1, not %s; 0 keeps all on the device",
-                    cpu_cls.__name__,
-                    offload_fraction,
+                    f"{cpu_cls.__name__} may look at all parameters at once, so one optimizer steps them "
+                    f"all, on the host: offload_fraction is 1, not {offload_fraction}; 0 keeps all on the "
+                    "device"
                 )
                 offload_fraction = 1.0
             elif not steps_each_alone(gpu_cls):

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from offload.engine import OffloadEngine
 from offload.engines import default_engine
+from offload.optim.parts import clip_, total_norm
 from offload.optim.placing import Place
-from offload.optim.ranks import clip_, total_norm
 from offload.optim.state import fill_state
 from offload.optim.step import Overlap
 

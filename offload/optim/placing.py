@@ -20,16 +20,14 @@ from torch.optim import Adagrad, Optimizer
 from offload.config import check_fraction
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
-from offload.optim.classes import is_elementwise, is_fused_adam, kernel_named, steps_each_alone, with_kernel
+from offload.optim.classes import ELEMENTWISE, is_fused_adam, kernel_named, steps_each_alone, with_kernel
 from offload.optim.cpu_step import CpuPart
-from offload.optim.groups import UserGroup, adopted_groups
-from offload.optim.parts import HostOptions
-from offload.optim.ranks import is_split
+from offload.optim.parts import HostOptions, UserGroup, adopted_groups, is_split
 from offload.optim.resident import ResidentPart
 from offload.optim.streamed_step import StreamedPart
-from offload.params.home import home_of
-from offload.params.layout import layout_to_json
+from offload.params.sections import layout_to_json
 from offload.params.view import ParamView, local_of, trains
+from offload.params.watched import home_of
 
 
 class Place(Enum):
@@ -145,7 +143,7 @@ class Placement:
         self._next = 0  # index of the next parameter
         self.places: dict[int, Place] = {}
         """Place of each parameter, by index."""
-        self.when_left: Callable[[ParamView], None] = _nothing_of
+        self.when_left: Callable[[ParamView], None] = lambda member: None
         """Called with a parameter that is in no group any more, before its state's memory goes."""
         self._moved = False  # a parameter was found elsewhere since `_sharing_memory` was looked for
         self._sharing_memory: list[tuple[ParamView, ParamView]] = []
@@ -200,7 +198,7 @@ class Placement:
         )
         offloaded = [member for member, goes in zip(movable, leaves, strict=True) if goes]
         cls = self._options.cpu_cls
-        split = [] if is_elementwise(cls) else [member for member in offloaded if is_split(member.parameter)]
+        split = [] if cls in ELEMENTWISE else [member for member in offloaded if is_split(member.parameter)]
         if split:
             raise ValueError(
                 f"{split[0]} is one rank's shard, and {cls.__name__} may look at whole parameters; give an "
@@ -210,7 +208,13 @@ class Placement:
         sizes = [member.whole_numel * member.dtype.itemsize for member in offloaded]
         for member, place in zip(offloaded, choose_places(sizes, self.cpu_share), strict=True):
             self.places[member.index] = place if member.numel else Place.CPU
-        self._refuse_whole(members)
+        for member in members:  # of a streamed weight the class would be given a copy
+            if member.home is not None and self.part_of(member) is self.on_host is not self.on_gpu:
+                raise ValueError(
+                    f"{member} is streamed by apply(weights=...), and {cls.__name__} steps copies of whole "
+                    "parameters here: give a class of torch.optim, atomic_step=False, or offload_fraction=0, "
+                    "or apply without weights="
+                )
         for part in self.parts:
             part.add([member for member in members if self.part_of(member) is part])
         self._next = members[-1].index + 1 if members else self._next
@@ -242,16 +246,6 @@ class Placement:
             parameters = {id(tensor): member.parameter for member, tensor in pairs}
             groups[:] = adopted_groups(optimizer, groups, parameters)
             self.user_groups = self._grouped(groups)
-
-    def _refuse_whole(self, members: Sequence[ParamView]) -> None:
-        """Raises ValueError for a streamed weight of which the class would be given a copy."""
-        for member in members:
-            if member.home is not None and self.part_of(member) is self.on_host is not self.on_gpu:
-                raise ValueError(
-                    f"{member} is streamed by apply(weights=...), and {self._options.cpu_cls.__name__} steps "
-                    "copies of whole parameters here: give a class of torch.optim, atomic_step=False, or "
-                    "offload_fraction=0, or apply without weights="
-                )
 
     @property
     def parts(self) -> list[CpuPart | StreamedPart | ResidentPart]:
@@ -380,12 +374,6 @@ class Placement:
         self.cpu.note_stepped(indices)
         self.streamed.note_stepped(indices)
 
-    def step_resident(self, gradients: Mapping[int, Tensor], *, atomic: bool) -> None:
-        """Step what is in no bucket, on the current lane. atomic: what is stepped on the host, or not."""
-        for part in self.resident:
-            part.fetch(gradients)
-            part.step(atomic=atomic and part is self.on_host)
-
     @property
     def host_bytes(self) -> int:
         """Host memory of weights, gradients, masters and moments."""
@@ -408,7 +396,3 @@ class Placement:
         """Give the host memory back. Nothing may be in flight."""
         for part in (self.cpu, self.streamed, self.on_host.memory):
             part.close()
-
-
-def _nothing_of(member: ParamView) -> None:
-    """Does nothing: nobody asked to be told of this parameter."""

@@ -17,16 +17,16 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from offload.client import Client, Phase
+from offload.client import Client, Phase, weakly
 from offload.device import device_bytes
 from offload.engine import OffloadEngine
 from offload.optim.backward import BackwardSteps
-from offload.optim.entries import UserState
+from offload.optim.parts import clip_, total_norm
 from offload.optim.placing import Place, Placement, PlacingOptions
-from offload.optim.ranks import clip_, total_norm
 from offload.optim.resident import ResidentPart
+from offload.optim.state import UserState
 from offload.optim.stepping import HostedSteps
-from offload.optim.touch import AwaitedWeight, WeightWatch, await_all, weakly
+from offload.optim.touch import AwaitedWeight, WeightWatch, await_all
 from offload.params.view import ParamView, count_write, laid_out_as
 from offload.telemetry.records import ClientStats
 
@@ -301,7 +301,11 @@ class StepRunner(Client):
         stepped = self.backward.stepped
         if stepped:
             self.steps.raise_failure()
-            self._check_promise(max_grad_norm)
+            changed = any(group.is_changed() for group in self.placed.user_groups)
+            if changed or not self.placed.is_grouped_as(self._groups()):
+                self.backward.raise_if_stepped("the param groups changed")
+            if max_grad_norm is not None:
+                self.backward.raise_if_stepped("clipping was asked for")
         else:
             self._begin()
         if max_grad_norm is not None:
@@ -327,7 +331,9 @@ class StepRunner(Client):
             for bucket in buckets:
                 bucket.set_gradients(flats, self.steps)
             submits, self.steps.torn = not self.placed.resident, True
-            self.placed.step_resident(gradients, atomic=self._atomic)
+            for part in self.placed.resident:  # what is in no bucket, on the current lane
+                part.fetch(gradients)
+                part.step(atomic=self._atomic and part is self.placed.on_host)
             submits = True
             self.steps.submit(buckets)
             self._end_step(gradients, offloaded)
@@ -364,14 +370,6 @@ class StepRunner(Client):
             self.steps.end_on_host()
             self.state.show()
         self.steps.torn = False
-
-    def _check_promise(self, max_grad_norm: float | None) -> None:
-        """What has changed since buckets were stepped in the backward is an error."""
-        changed = any(group.is_changed() for group in self.placed.user_groups)
-        if changed or not self.placed.is_grouped_as(self._groups()):
-            self.backward.raise_if_stepped("the param groups changed")
-        if max_grad_norm is not None:
-            self.backward.raise_if_stepped("clipping was asked for")
 
     def _order_readers(self) -> None:
         """Order every later use of a weight behind its return: at its first touch, or here for the weights

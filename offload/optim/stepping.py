@@ -31,7 +31,7 @@ from offload.optim.host_part import HostBucket
 from offload.optim.streamed_step import StreamedBucket, StreamedPart
 from offload.params.worker import Job, Latch, Worker
 from offload.telemetry.speaker import speaker
-from offload.transfer.stalls import Stalls
+from offload.transfer.measured import Stalls
 
 logger = speaker(__name__)
 
@@ -69,9 +69,9 @@ class HostedSteps:
         self.torn = False
         """A step has begun to write, and not ended: if anybody asks, an exception broke it off."""
         self._closed = False
-        self.when_waited: Callable[[int], None] = _nothing_of
+        self.when_waited: Callable[[int], None] = lambda index: None
         """Called with a parameter's index when the current lane has waited for all of its buckets."""
-        self.when_touched: Callable[[int], None] = _nothing_of
+        self.when_touched: Callable[[int], None] = lambda index: None
         """Called with a parameter's index before anybody waits for it; may raise."""
         self.buckets_of: dict[int, list[HostBucket]] = {}
         self.in_order: list[HostBucket] = []
@@ -87,12 +87,6 @@ class HostedSteps:
                 self.buckets_of.setdefault(member.index, []).append(bucket)
 
     # -- issuing ---------------------------------------------------------------------------------------------
-    def _release(self) -> Event:
-        """The point on compute after which weights whose gradients were set may be written: all work that
-        reads them has been issued."""
-        self._lane = self._engine.device.compute
-        return self._engine.device.record(self._lane)
-
     def start_workers(self) -> None:
         """Have the threads, before anything of a step is done: `submit` cannot fail for want of them after
         it. Raises OffloadError."""
@@ -104,7 +98,9 @@ class HostedSteps:
         """Give buckets, which have their gradients, to the workers. Blocks the host: never. Gradients leave
         COPY_LEAD buckets ahead of the CPU, or `buckets_in_flight`: all at once would delay the streamed
         buckets' state on d2h."""
-        released, most = self._release(), self._engine.limits.buckets_in_flight
+        self._lane = self._engine.device.compute
+        # after it weights whose gradients were set may be written: all work that reads them has been issued
+        released, most = self._engine.device.record(self._lane), self._engine.limits.buckets_in_flight
         lead = COPY_LEAD if most is None else min(COPY_LEAD, max(1, most))
         self._pending.update((bucket, set()) for bucket in buckets)
         on_cpu = [bucket for bucket in buckets if isinstance(bucket, CpuBucket)]
@@ -346,13 +342,8 @@ class HostedSteps:
             self._synchronize()
         except Exception as error:  # a device that is lost copies no more
             logger.warning(
-                "closing: the optimizer's last copies cannot be waited for (%s); look for an earlier error "
-                "of the device",
-                error,
+                f"closing: the optimizer's last copies cannot be waited for ({error}); look for an earlier "
+                "error of the device"
             )
         self._closed = True
         after()
-
-
-def _nothing_of(index: int) -> None:
-    """Does nothing: nobody asked to be told of this parameter."""

@@ -60,11 +60,9 @@ from torch.optim.adam import adam
 from offload.device import CopyPair, Event
 from offload.engine import OffloadEngine
 from offload.optim.classes import state_names
-from offload.optim.groups import UserGroup
 from offload.optim.host_part import HostBucket, HostPart
-from offload.optim.parts import HostOptions
-from offload.params.ring import RING_SLOTS, Ring, slots_for
-from offload.params.sections import FlatSpec
+from offload.optim.parts import HostOptions, UserGroup
+from offload.params.sections import RING_SLOTS, FlatSpec, Ring, slots_for
 from offload.params.view import ParamView, update_master
 
 _SLOTS_BESIDE_WEIGHTS = 5

@@ -27,11 +27,8 @@ from offload.compile import Unscripted, untraced
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.optim.stepping import HostedSteps
-from offload.params.home import home_of
-from offload.params.watched import Watched, accessors, untouched, watched_in
+from offload.params.watched import Watched, accessors, home_of, untouched, watched_in
 from offload.telemetry.speaker import speaker
-
-__all__ = ["AwaitedGradient", "AwaitedWeight", "SpentGradient", "WeightWatch", "await_all", "watch", "weakly"]
 
 logger = speaker(__name__)
 
@@ -218,9 +215,8 @@ class WeightWatch:
         if not self.replays_unseen:
             self.replays_unseen = True
             logger.warning(
-                "%s: when it runs again cannot be told from other work, so from now on step() waits for all "
-                'weights, as overlap="step" does',
-                why,
+                f"{why}: when it runs again cannot be told from other work, so from now on step() waits for "
+                'all weights, as overlap="step" does'
             )
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from offload.device import Device
 from offload.errors import OffloadError
-from offload.params.home import home_of
-from offload.params.watched import Watched
+from offload.params.watched import Watched, home_of
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from offload.device import Device
-from offload.params.home import HOME, use_count
 from offload.params.view import inner_parts
+from offload.params.watched import HOME, use_count
 from offload.park.memory import KindMemory
 from offload.park.report import Kind
 from offload.weights.weight import Holder, Weight, nobody

@@ -14,8 +14,7 @@ from torch import Tensor
 from offload.device import Event
 from offload.errors import HostBudgetError
 from offload.memory.arena import HostArena
-from offload.params.layout import lay_out
-from offload.params.sections import FlatSpec, HostSection
+from offload.params.sections import FlatSpec, HostSection, lay_out
 
 SECTION_BYTES = 1 << 30
 """Of one section, which is one piece of a copy to the host and one registration: 60 ms to pin."""

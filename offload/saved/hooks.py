@@ -23,11 +23,9 @@ from typing import Any, Protocol
 import torch
 
 from offload.device import Device
-from offload.saved.externals import ExternalStorages
-from offload.saved.filters import Verdict, is_parameter, is_plain, is_wrapper, judge, waited
-from offload.saved.handles import Handle, Passed, modified
+from offload.saved.filters import ExternalStorages, Verdict, is_parameter, is_plain, is_wrapper, judge, waited
+from offload.saved.handles import Handle, Passed, is_read, modified
 from offload.saved.store import TensorStore
-from offload.saved.unread import is_read
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import Once, speaker
 
@@ -269,12 +267,12 @@ class SavedTensorHooks:
         owner = None if top is None else getattr(unwrap(top[0]), "__self__", None)
         return owner is self or type(owner) is _InsideUsers
 
-    def push_aliases(self) -> bool:
+    def push_aliases(self) -> Callable[[], object] | None:
         """Where the innermost pair is of a recompute of torch's checkpoint, which keeps a frozen parameter as
-        it is: have it keep an alias of one that is streamed. Whether a pair was pushed, for `pop_aliases`."""
+        it is: have it keep an alias of one that is streamed. What undoes that; None where it is not."""
         top = _top_hooks(True)
         if top is None or not getattr(top[0], "__qualname__", "").startswith("_recomputation_hook."):
-            return False
+            return None
         pack: Callable[[torch.Tensor], Any] = top[0]
 
         @wraps(pack)  # so that it is known for a checkpoint's
@@ -282,10 +280,7 @@ class SavedTensorHooks:
             return pack(self.alias_of(tensor))
 
         _push_hooks(pack_alias, top[1])
-        return True
-
-    def pop_aliases(self) -> None:
-        _pop_hooks()
+        return _pop_hooks
 
     def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """An alias of a parameter that is streamed, which shows its owner that somebody will read the bytes;
@@ -402,11 +397,10 @@ class SavedTensorHooks:
             scopes[-1].scope.note_replayed(tensor)
         elif verdict is Verdict.SUBCLASS and self._said.first(type(tensor)):
             logger.warning(
-                "saved tensors of type %s stay on the device (the first: %s): the type has no "
-                "__tensor_flatten__, so its bytes cannot be found; keep such tensors outside "
-                "offload_hooks(), or give the type that method",
-                type(tensor).__qualname__,
-                bytes_text(tensor.numel() * tensor.element_size()),
+                f"saved tensors of type {type(tensor).__qualname__} stay on the device (the first: "
+                f"{bytes_text(tensor.numel() * tensor.element_size())}): the type has no __tensor_flatten__, "
+                "so its bytes cannot be found; keep such tensors outside offload_hooks(), or give the type "
+                "that method"
             )
         return Passed(tensor)
 

@@ -27,11 +27,10 @@ import torch
 
 from offload.device import Device, Lane
 from offload.errors import StaleHandleError
-from offload.saved.chunk import SavedChunk, SavedGroup
-from offload.saved.externals import ExternalKind, ExternalStorages
-from offload.saved.handles import Handle, Record, counts_with, modified
-from offload.transfer.admission import Priority
+from offload.saved.filters import ExternalKind, ExternalStorages
+from offload.saved.handles import Handle, Record, SavedChunk, SavedGroup, counts_with, modified
 from offload.transfer.block import BlockState, DeviceBlock
+from offload.transfer.copier import Priority
 from offload.transfer.engine import TransferEngine
 from offload.transfer.layout import (
     Layouts,

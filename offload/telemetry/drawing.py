@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.telemetry.timeline import MemorySample, Timeline
-from offload.telemetry.trace import microbatches
+from offload.telemetry.timeline import MemorySample, Timeline, microbatches
 
 _ROWS = {  # middle, height, label
     "chunk": (4.25, 0.5, "microbatch"),

@@ -1,5 +1,5 @@
 """The figures of a report: what one step saved, moved and kept, by reason and by group, and the same of many
-steps together.
+steps together; and the words in which a report's first line and the title of a trace's picture say them.
 
 One invariant: figures add up. Of every step, and so of any number of them, `saved_bytes` is `moved_bytes` and
 `kept_bytes`, and each of the two is the sum of what became of it.
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self, TypeVar
 
+from offload.sizes import bytes_text
 from offload.telemetry.records import StepStats, Summed, level
 
 V = TypeVar("V", bound=Summed)
@@ -315,3 +316,17 @@ class Ledger:
         if parts.steps > 1:
             self.last = replace(parts, steps=1)
             self.total = replace(self.total, steps=self.total.steps - parts.steps + 1)
+
+
+def saved_text(held_bytes: int, without_bytes: int, moved_bytes: int) -> str:
+    """held_bytes, without_bytes: saved tensors on the device at once, at most, and what they would be if none
+    had left; 0 where that is not known. moved_bytes: copied to the host in the step."""
+    share = f"{held_bytes / without_bytes:.0%}" if without_bytes else ""
+    instead = share and f" instead of {bytes_text(without_bytes)} ({share})"
+    return f"saved tensors at most {bytes_text(held_bytes)} at once{instead}, {bytes_text(moved_bytes)} moved"
+
+
+def stall_text(stall_ms: float, step_ms: float) -> str:
+    """Times that compute waited for copies, and the step's; 0 where that is not known."""
+    share = f"{stall_ms / step_ms:.1%} of a step of {step_ms:,.1f} ms" if step_ms else "known a step later"
+    return f"stalls {share}"

@@ -1,15 +1,19 @@
 """The figures of one training step, as every reader of them sees it: scripts, the summary, files of JSON
-lines.
+lines, to which telemetry appends.
 
 One invariant: a figure has one writer, who knows it, and every other text, table and line reads it here. This
-file imports nothing of the rest, so anything may.
+file imports nothing of the rest, so anything may. A path that cannot be written is an error before the first
+step.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from operator import add
+from pathlib import Path
 from typing import Any, Self
 
 KINDS = {
@@ -219,3 +223,29 @@ class StepStats(TransferCounts):
     def to_json(self) -> dict[str, Any]:
         """The fields by name, `step` first: one line of a telemetry file."""
         return {"step": self.step} | asdict(self)
+
+
+class JsonLines:
+    """path: of the file, which need not be there yet; None writes none. off: how a user leaves it out. Raises
+    ValueError for a path that cannot be written."""
+
+    def __init__(self, path: str | None, *, off: str) -> None:
+        self._path = None if path is None else Path(path).absolute()  # wherever the process goes
+        if self._path is not None and not can_be_written(self._path):
+            raise ValueError(
+                f"telemetry_file is {path!r}, which cannot be written: give a file in a folder that is "
+                f"there, or {off}"
+            )
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line. Raises OSError where the file cannot be written."""
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def can_be_written(path: Path) -> bool:
+    """A file that is there, or a new one in a folder that is."""
+    if path.exists():
+        return not path.is_dir() and os.access(path, os.W_OK)
+    return path.parent.is_dir() and os.access(path.parent, os.W_OK)

@@ -40,17 +40,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from offload.device import Graph
 from offload.errors import CaptureError
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import speaker
-from offload.transfer.block import BlockState, DeviceBlock, living
-from offload.transfer.graph import CapturedGraph
+from offload.transfer.block import BlockState, CapturedGraph, DeviceBlock, living
 from offload.transfer.in_flight import InFlight
-
-if TYPE_CHECKING:
-    from offload.device import Graph
 
 logger = speaker(__name__)
 
@@ -270,12 +267,10 @@ class CapturedRegion:
         """Say what should have left and could not, once the captures are done."""
         if self.kept_bytes:
             logger.warning(
-                "%s that should have left stay in the memory of the captured graphs, for want of "
-                "pinned memory; the region holds %s. Nothing is pinned during a capture: set "
-                "host_reserve_bytes of OffloadConfig to %s before it, and capture again",
-                bytes_text(self.kept_bytes),
-                bytes_text(self.host_bytes),
-                bytes_text(self._arena.lent_bytes + self.kept_bytes),
+                f"{bytes_text(self.kept_bytes)} that should have left stay in the memory of the captured "
+                f"graphs, for want of pinned memory; the region holds {bytes_text(self.host_bytes)}. Nothing "
+                "is pinned during a capture: set host_reserve_bytes of OffloadConfig to "
+                f"{bytes_text(self._arena.lent_bytes + self.kept_bytes)} before it, and capture again"
             )
 
     def release(self) -> None:

@@ -22,15 +22,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
+from offload.disk.tier import DiskTier
 from offload.ids import ChunkId
-from offload.transfer.admission import Priority
 from offload.transfer.block import BlockState, DeviceBlock, Transfer, living
+from offload.transfer.copier import Priority
 from offload.transfer.engine import TransferEngine
-
-if TYPE_CHECKING:
-    from offload.disk.tier import DiskTier
 
 _SPILLED, _SPILLING = BlockState.SPILLED, BlockState.SPILLING
 

@@ -51,6 +51,8 @@ a copy are released.
 # alive   the DeviceBlock, until after the wait.
 # proof   tests/property/test_edges.py, edge "return"
 
+A restore that gets no memory has moved nothing; its blocks can be read later.
+
 What is captured into a graph waits for events of the same capture only; captures.py says why that is enough.
 """
 
@@ -65,18 +67,20 @@ from offload.device import CopyPair, Event
 from offload.errors import OffloadError
 from offload.ids import owner_of
 from offload.memory.arena import Block, HostArena, HostLender
-from offload.telemetry.speaker import Once
-from offload.transfer.admission import Direction, Priority
+from offload.sizes import bytes_text
+from offload.telemetry.speaker import Once, speaker
 from offload.transfer.block import BlockState, DeviceBlock, Transfer
-from offload.transfer.buffers import Buffers
-from offload.transfer.copier import Copier
+from offload.transfer.captures import CaptureSide
+from offload.transfer.copier import Copier, Direction, Priority
 from offload.transfer.layout import ALLOCATED_AT, PLACES, bytes_of
 from offload.transfer.limits import Limits
+
+logger = speaker(__name__)
 
 _RESIDENT, _SPILLED = BlockState.RESIDENT, BlockState.SPILLED
 
 
-class TransferEngine(Buffers):
+class TransferEngine(CaptureSide):
     """Moves blocks, for reasons that its callers know. Callers hold the engine's lock.
 
     arena: lends the host blocks. limits: caps in bytes, read at every call, so they may change between steps.
@@ -350,6 +354,52 @@ class TransferEngine(Buffers):
         if held > counts.device_bytes_peak:
             counts.device_bytes_peak = held
         return transfer
+
+    def _buffers(self, blocks: Sequence[DeviceBlock], *, required: bool) -> list[torch.Tensor] | None:
+        """Allocate the buffers of a restore. On a device without room a speculative restore gives up, and so
+        do those after it in this step: each try makes torch return its cached blocks, which blocks the host.
+        For a required restore everything that can be released is released first.
+
+        Raises torch.OutOfMemoryError if the buffers do not fit even then; nothing has moved.
+        """
+        if self._no_room and not required:
+            return None
+        empty = self.device.empty
+        buffers: list[torch.Tensor] = []
+        try:
+            for block in blocks:
+                # `_buffer`, without a call
+                buffer = empty(block.lead + block.nbytes)
+                buffers.append(buffer[block.lead :] if block.lead else buffer)
+            return buffers
+        except torch.OutOfMemoryError:
+            buffers.clear()
+            self._no_room = True
+        if self._said.first("no room"):
+            limit = self.limits.device_limit_bytes
+            logger.warning(
+                "the device has no room for %s that come back for %s, beside %s of saved tensors "
+                "that it holds; for the rest of such a step each tensor comes back when it is read. Lower "
+                "device_limit (device_limit_bytes in OffloadConfig, %s here), or the high mark of "
+                "mode='watermark', to leave more room",
+                bytes_text(sum(block.nbytes for block in blocks)),
+                blocks[0].group,
+                bytes_text(self.device_bytes),
+                "None" if limit is None else bytes_text(limit),
+            )
+        if not required:
+            return None
+        self.counts.retries += 1
+        # whatever can be: what clients keep that could leave, sources of spills, and what was fetched ahead
+        self.limits.relieve()
+        while self._spilling:
+            self.settle_spill(self._spilling[0])
+        self.drop_furthest(self.restoring_bytes)
+        return [self._buffer(block) for block in blocks]
+
+    def _buffer(self, block: DeviceBlock) -> torch.Tensor:
+        buffer = self.device.empty(block.lead + block.nbytes)
+        return buffer[block.lead :] if block.lead else buffer
 
     def ready(self, block: DeviceBlock) -> torch.UntypedStorage:
         """The restored storage of a RESTORING or RESTORED block, safe to read on the calling thread's

@@ -35,19 +35,16 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from offload.device import Device, Lane
+from offload.disk.tier import DiskTier
 from offload.ids import ChunkId
 from offload.memory.arena import HostArena
 from offload.telemetry.records import TransferCounts
-from offload.transfer.block import BlockState, DeviceBlock, Transfer, living
+from offload.transfer.block import BlockState, CapturedGraph, DeviceBlock, Transfer, living
 from offload.transfer.limits import Limits
-from offload.transfer.stalls import Stall, Stalls
-
-if TYPE_CHECKING:
-    from offload.disk.tier import DiskTier
-    from offload.transfer.graph import CapturedGraph
+from offload.transfer.measured import Stall, Stalls
 
 
 class Owner(Protocol):

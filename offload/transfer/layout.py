@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.device.sanitizer import sanitizing
+from offload.device.cuda import sanitizing
 
 ALIGNMENT = 16
 """Bytes; the largest item size of a torch dtype. Spans start on it, so that any view over a copied span stays

@@ -28,7 +28,7 @@ from itertools import accumulate
 import torch
 
 from offload.ids import ForwardId, GroupId
-from offload.saved.chunk import SavedChunk, SavedGroup
+from offload.saved.handles import SavedChunk, SavedGroup
 from offload.telemetry.records import ClientStats
 from offload.transfer.block import DeviceBlock
 

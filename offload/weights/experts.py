@@ -32,18 +32,16 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.device import Lane
-from offload.device.numbers import read_numbers
+from offload.device._cuda_memory import read_numbers
 from offload.ids import Owner
-from offload.params.home import is_alone
-from offload.params.watched import untouched
+from offload.params.watched import is_alone, untouched
 from offload.transfer.layout import bytes_of
-from offload.weights.forms import form_of
+from offload.weights.hooks import pack
 from offload.weights.order import Pass
 from offload.weights.residency import Residency
-from offload.weights.saves import pack
 from offload.weights.watched import watch
 from offload.weights.weight import BlockWeights, Weight, in_backward
-from offload.weights.window import Streamed, Window
+from offload.weights.window import Streamed, Window, form_of
 
 _plainly = torch._C.DisableTorchFunctionSubclass
 

@@ -53,17 +53,17 @@ from offload.client import Client, weakly
 from offload.device import Event, Lane
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError
-from offload.params.home import has_own_storage
 from offload.params.sections import check_budget
+from offload.params.watched import has_own_storage
 from offload.telemetry.records import ClientStats
 from offload.telemetry.speaker import Once, speaker
 from offload.versions import queue_callback
 from offload.weights.figures import GradientFigures
 from offload.weights.gradient import Gradient, is_whole, may_leave
+from offload.weights.hooks import CopiedSave, open_saves
 from offload.weights.order import Order, Pass, Use
 from offload.weights.parameters import close_behind
 from offload.weights.residency import Residency
-from offload.weights.saves import CopiedSave, open_saves
 from offload.weights.watched import StreamedGradient, make_plain, orphan, watch
 from offload.weights.weight import BlockWeights, Weight, in_backward, nobody
 
@@ -213,12 +213,10 @@ class GradientStream(Client):
         found = [each.name for each in able if ("held", each.name) not in self._said]
         if found and self._said.first("set"):
             logger.warning(
-                "%d gradients (the first: %s) were set as p.grad, not added to by a backward, as the "
-                "weight-gradient actions of zero-bubble schedules do, and DistributedDataParallel where a "
-                "rank has not used them: they stay on the device until a backward adds to them. Use a "
-                "schedule with whole backwards, or leave gradients= out",
-                len(found),
-                found[0],
+                f"{len(found)} gradients (the first: {found[0]}) were set as p.grad, not added to by a "
+                "backward, as the weight-gradient actions of zero-bubble schedules do, and "
+                "DistributedDataParallel where a rank has not used them: they stay on the device until a "
+                "backward adds to them. Use a schedule with whole backwards, or leave gradients= out"
             )
 
     # -- backwards -------------------------------------------------------------------------------------------
@@ -526,10 +524,9 @@ class GradientStream(Client):
     def _say_shared(self, gradient: Gradient) -> None:
         if self._said.first("shared"):
             logger.warning(
-                "the gradient of %s shares its memory with something else, and stays on the device, as do "
-                "others that do so: buckets of DistributedDataParallel (give it "
-                "gradient_as_bucket_view=False), or another parameter's gradient",
-                gradient.name,
+                f"the gradient of {gradient.name} shares its memory with something else, and stays on the "
+                "device, as do others that do so: buckets of DistributedDataParallel (give it "
+                "gradient_as_bucket_view=False), or another parameter's gradient"
             )
 
     # -- steps, and the end ----------------------------------------------------------------------------------

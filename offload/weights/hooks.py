@@ -1,21 +1,38 @@
-"""What modules with streamed weights have: hooks of a block's forward, and of state dicts.
+"""What torch, and threads beside a forward, have of streamed weights: modules have hooks of a block's forward
+and of state dicts; autograd's graph keeps, instead of a weight or a view of one, which weight it is and its
+layout; and other threads may read a weight while its block's forward runs.
 
-One invariant: a copy of a module, by deepcopy or pickle, has hooks that do nothing.
+One invariant: a copy of a module, by deepcopy or pickle, has hooks that do nothing. The graph keeps no bytes
+and no alias, so a block leaves while its backward is still to come, and any read, in whatever order the
+backward makes it, loads first. What torch unpacks and does not read, it gets on meta, where a read would
+raise. A call of another thread that began before its block's forward ended has ended, or has stood for
+`PATIENCE_S`, when the block's bytes are freed. Only threads that were seen to read or write a weight are
+looked at.
+
+Inside a block's forward its weights have torch's own class, so a call that another thread makes then is not
+seen, and may go on in C++ when the block's bytes are freed. Such a thread has released the interpreter's lock
+inside that call: it stands at one instruction until the call ends.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable
-from types import FrameType
+from functools import partial
+from types import CodeType, FrameType
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from offload.errors import OffloadError
-from offload.weights.weight import BlockHolder, BlockWeights, Close, Weight, nobody
+from offload.saved.handles import is_read, modified
+from offload.saved.hooks import SavedTensorHooks, admits_hooks, inside_checkpoint
+from offload.weights.weight import BlockHolder, BlockWeights, Close, Weight, in_backward, nobody
 
 _COMPILED, _IN_DYNAMO = ("compile_wrapper", "_fn"), os.path.join("_dynamo", "eval_frame.py")
 """Frames in which torch runs what was compiled: of the block, or of anything around it."""
@@ -105,3 +122,154 @@ class HostState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HostState, ()
+
+
+class _TakesNothing:
+    """A scope under which saves stay as they are, but for those of streamed weights."""
+
+    min_elements = 1 << 62
+
+    def take(self, tensor: Tensor) -> None:
+        return None
+
+    def note_replayed(self, tensor: Tensor) -> None:
+        return None
+
+
+def open_saves(hooks: SavedTensorHooks) -> tuple[Close, bool]:
+    """What is saved of streamed weights from here on keeps no bytes, until the function that is returned is
+    called. A checkpoint keeps none in its forward, and in its recompute an alias. And whether torch admits
+    saved-tensor hooks here: the weights have to stay where it does not."""
+    if hooks.sees_saves():
+        return nobody, True
+    if inside_checkpoint():
+        return hooks.push_aliases() or nobody, True
+    if admits_hooks():
+        # also without gradients: they may be switched on inside
+        return partial(hooks.pop, hooks.push(_TakesNothing())), True
+    return nobody, not torch.is_grad_enabled()
+
+
+def pack(tensor: Tensor, *, weight: Weight, expert: int | None = None) -> _WeightSave | None:
+    """What to keep of a tensor over the weight's storage, or over that of one of its experts; None for one
+    that is not its plain elements."""
+    plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+    return _WeightSave(tensor, weight, expert) if plain else None
+
+
+class _WeightSave:
+    """A save."""
+
+    __slots__ = ("_by_expert", "_dtype", "_expert", "_generation", "_layout", "_version", "_weight")
+
+    def __init__(self, tensor: Tensor, weight: Weight, expert: int | None) -> None:
+        self._weight = weight
+        self._dtype = tensor.dtype
+        self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._expert = expert
+        # saved by a Function of the user's, which goes through the weight's class; not inside torch's own
+        self._by_expert = weight.experts is not None and not (weight.block.entered or tensor.requires_grad)
+        self._version, self._generation = weight.parameter._version, weight.generation
+
+    def read(self) -> Tensor:
+        """As autograd unpacks a saved tensor: raises its error where the weight was written since, and
+        OffloadError where it was given other memory, whose bytes torch would not have read. Blocks the host:
+        never."""
+        weight = self._weight
+        if weight.generation != self._generation:
+            raise OffloadError(
+                f"{weight.name} was replaced, converted, or its .data set, between a forward that used it "
+                "and that forward's backward: the bytes that the backward needs are gone; do it after the "
+                "backward, or write in place"
+            )
+        if (found := weight.parameter._version) != self._version:
+            raise modified(self._dtype, self._layout[1], found, self._version)
+        (offset, *rest), experts = self._layout, weight.experts
+        if not is_read(self, SavedTensorHooks):
+            size, stride = rest
+            return torch.empty_strided(size, stride, dtype=self._dtype, device="meta")
+        if experts is not None and self._by_expert:
+            view: Tensor | None = experts.view_like((self._dtype, *self._layout))
+            if view is not None:
+                return view
+        if experts is not None and self._expert is not None:
+            alias: Tensor = experts.read(self._expert)
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                alias = weight.parameter.detach()  # so that no other thread's use takes the bytes away
+            weight.use(weight)
+            each = weight.nbytes // weight.parameter.shape[0]
+            offset += (self._expert or 0) * each // self._dtype.itemsize
+        storage = alias.untyped_storage()
+        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, offset, *rest)
+
+
+class CopiedSave:
+    """What the graph keeps of a gradient on the host: a copy, because the next backward writes the gradient,
+    and clearing it gives its bytes up."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            own = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            self._copy = own.copy_(tensor)
+
+    def read(self) -> Tensor:
+        return self._copy
+
+
+PATIENCE_S = 0.05
+"""Longer than the host's part of an operator on a GPU. What stands longer waits for something else, such as
+the next entry of a queue, and is not waited for again until it has been seen once more."""
+
+_OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+
+_BACKWARD = torch.autograd.graph._engine_run_backward.__name__
+
+Places = dict[int, tuple[int, int]]
+"""Where threads stand: by identifier of the thread, the frame and its last instruction."""
+
+
+class Readers:
+    """The threads that read or write weights of one model from outside of its blocks."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+        self._waits: Places = {}
+        self.waited_s = 0.0  # of the host, in `await_calls`
+
+    def note(self) -> None:
+        """The current thread reads or writes a weight from outside of its block. A backward's does so while
+        the one that called it waits."""
+        if not in_backward():
+            mine = threading.get_ident()
+            self._known.add(mine)
+            self._waits.pop(mine, None)
+
+    def places(self) -> Places:
+        """Where the other threads stand that may be reading a weight unseen. One that stands in this
+        package is seen, and one that has called backward() reads none while autograd's thread runs it."""
+        mine = threading.get_ident()
+        if not self._known - {mine}:
+            return {}
+        frames = sys._current_frames()
+        self._known &= frames.keys()
+        frames.pop(mine)  # which would hold itself, and so the others' frames, until a collection
+        unseen = [thread for thread in self._known & {*frames} if not _is_seen(frames[thread].f_code)]
+        return {thread: (id(frames[thread]), frames[thread].f_lasti) for thread in unseen}
+
+    def await_calls(self, before: Places) -> None:
+        """Wait until each thread has left the place where it stood before. Blocks the host, at most
+        `PATIENCE_S`."""
+        begun = time.monotonic()
+        while before:
+            now = self.places()
+            before = {t: at for t, at in before.items() if now.get(t) == at != self._waits.get(t)}
+            if time.monotonic() > begun + PATIENCE_S:
+                self._waits |= before
+                break
+            time.sleep(1e-4)
+        self.waited_s += time.monotonic() - begun
+
+
+def _is_seen(code: CodeType) -> bool:
+    return code.co_name == _BACKWARD or code.co_filename.startswith(_OWN)

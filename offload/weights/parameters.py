@@ -20,13 +20,13 @@ from offload.device.rows import quantize_rows
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.ids import Owner
-from offload.params.home import has_own_storage
 from offload.params.sections import check_budget
-from offload.telemetry.progress import progress
-from offload.transfer.admission import Priority
+from offload.params.watched import has_own_storage
+from offload.telemetry.speaker import progress
+from offload.transfer.copier import Priority
 from offload.transfer.layout import is_dense
+from offload.weights.hooks import pack
 from offload.weights.residency import Residency
-from offload.weights.saves import pack
 from offload.weights.watched import make_plain, orphan, watch
 from offload.weights.weight import BlockWeights, Weight, give_memory, nobody, written
 

@@ -72,11 +72,11 @@ from offload.errors import OffloadError
 from offload.ids import Owner
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import Once, speaker
-from offload.transfer.admission import Direction, Lease, Priority
+from offload.transfer.copier import Direction, Lease, Priority
 from offload.transfer.limits import Cap
-from offload.transfer.stalls import Stalls
+from offload.transfer.measured import Stalls
+from offload.weights.hooks import Readers
 from offload.weights.order import Order
-from offload.weights.readers import Readers
 from offload.weights.weight import BlockWeights, Weight
 
 logger = speaker(__name__)
@@ -523,12 +523,9 @@ class Residency:
         held = [weight.name for weight in weights if weight.is_held_elsewhere]
         if held and self._said.first("held"):
             logger.warning(
-                "more weights are on the device than weights= allows, %s beyond a window of %s: %d of them "
-                "(the first: %s) cannot leave, because something else holds their memory: a tensor made of "
-                ".data or .detach() inside a forward, or what was saved for a backward under hooks that "
-                "hide it. Drop it, or name fewer blocks",
-                bytes_text(coming.link_bytes),
-                bytes_text(self.window_bytes),
-                len(held),
-                held[0],
+                f"more weights are on the device than weights= allows, {bytes_text(coming.link_bytes)} "
+                f"beyond a window of {bytes_text(self.window_bytes)}: {len(held)} of them (the first: "
+                f"{held[0]}) cannot leave, because something else holds their memory: a tensor made of .data "
+                "or .detach() inside a forward, or what was saved for a backward under hooks that hide it. "
+                "Drop it, or name fewer blocks"
             )

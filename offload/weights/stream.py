@@ -25,8 +25,8 @@ from offload.client import Client, Phase, weakly
 from offload.compile import untraced
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError
-from offload.params.home import Claim, is_alone
 from offload.params.sections import check_budget
+from offload.params.watched import Claim, is_alone
 from offload.policy.streamed import Plan, Size, best_plans, first_plan, least_window
 from offload.sizes import bytes_text, enough_text
 from offload.telemetry.records import ClientStats
@@ -34,12 +34,10 @@ from offload.telemetry.speaker import Once, speaker
 from offload.weights.choose import Choice
 from offload.weights.experts import Experts
 from offload.weights.figures import WeightFigures
-from offload.weights.hooks import HostState, refuse_without_values
-from offload.weights.measured import Measured, MeasuredStep
-from offload.weights.order import Order, Pass, Use
+from offload.weights.hooks import HostState, open_saves, refuse_without_values
+from offload.weights.order import Measured, MeasuredStep, Order, Pass, Use
 from offload.weights.parameters import Parameters
 from offload.weights.residency import Policy, Residency
-from offload.weights.saves import open_saves
 from offload.weights.watched import make_plain, watch
 from offload.weights.weight import BlockWeights, Close, Weight, in_backward, nobody, written
 
@@ -171,7 +169,12 @@ class WeightStream(Client):
                 storage = weight.parameter.untyped_storage()
             if storage._cdata != weight.storage._cdata:
                 self.parameters.let_go(weight)
-                self._say_let_go(weight)
+                if self._said.first("let go"):
+                    logger.warning(
+                        f"{weight.name}: a forward of its block sets its .data, which may be saved for the "
+                        "backward then: it is resident from here on. Write it in place under no_grad() to "
+                        "have it stream"
+                    )
                 continue
             if weight.parameter._version != weight.version:
                 found.append(weight)
@@ -238,11 +241,10 @@ class WeightStream(Client):
             block.pinned = True
         if self._said.first("transformed"):
             logger.warning(
-                "%s runs inside a transform of torch.func (grad, vjp, vmap, ...) or "
+                f"{self.model_name} runs inside a transform of torch.func (grad, vjp, vmap, ...) or "
                 "disable_saved_tensors_hooks(), where torch admits no saved-tensor hooks: the weights that "
                 "it uses there stay on the device until remove(). torch.autograd.grad() and backward() have "
-                "no such limit",
-                self.model_name,
+                "no such limit"
             )
         return close
 
@@ -438,12 +440,10 @@ class WeightStream(Client):
         shared = [w.name for w in self._weights if not (w.without_values or is_alone(w.parameter))]
         if shared:
             logger.warning(
-                "%d streamed weights of %s share their memory with something else (the first: %s), such as a "
-                "tensor that .data gave or a state dict: they get memory of their own, and a write to one is "
-                "not seen in the other; take such tensors after apply()",
-                len(shared),
-                self.model_name,
-                shared[0],
+                f"{len(shared)} streamed weights of {self.model_name} share their memory with something else "
+                f"(the first: {shared[0]}), such as a tensor that .data gave or a state dict: they get "
+                "memory of their own, and a write to one is not seen in the other; take such tensors after "
+                "apply()"
             )
 
     def _say_casts(self, block: BlockWeights) -> None:
@@ -454,20 +454,9 @@ class WeightStream(Client):
         wide = any(weight.parameter.dtype == torch.float32 != cast for weight in block.weights)
         if wide and self._said.first("autocast"):
             logger.warning(
-                "%s is in float32 and runs under autocast to %s: each cast of a weight is saved for the "
-                "backward, and stays on the device as without weights=. Convert frozen blocks to %s, "
-                "which halves what crosses the link too",
-                block.name,
-                cast,
-                cast,
-            )
-
-    def _say_let_go(self, weight: Weight) -> None:
-        if self._said.first("let go"):
-            logger.warning(
-                "%s: a forward of its block sets its .data, which may be saved for the backward then: it is "
-                "resident from here on. Write it in place under no_grad() to have it stream",
-                weight.name,
+                f"{block.name} is in float32 and runs under autocast to {cast}: each cast of a weight is "
+                "saved for the backward, and stays on the device as without weights=. Convert frozen blocks "
+                f"to {cast}, which halves what crosses the link too"
             )
 
     def _say_replaced(self) -> None:
@@ -477,22 +466,18 @@ class WeightStream(Client):
         replaced = [weight.name for weight in weights if weight.replaced_by() is not None]
         if replaced and self._said.first("replaced"):
             logger.warning(
-                "%d streamed weights have another parameter in their place (the first: %s), which is "
-                "resident; call remove() and apply() again to have it stream, or use "
-                "load_state_dict(assign=True), which is followed",
-                len(replaced),
-                replaced[0],
+                f"{len(replaced)} streamed weights have another parameter in their place (the first: "
+                f"{replaced[0]}), which is resident; call remove() and apply() again to have it stream, or "
+                "use load_state_dict(assign=True), which is followed"
             )
 
     def _say_larger(self) -> None:
         """At a step's end, when a conversion is whole, or some weights stream by the expert beside blocks."""
         if 0 < self._asked_bytes < self.limit_bytes and self._said.first("larger"):
             logger.warning(
-                "%s: its weights, as they are converted or come by the expert, take %s for two blocks, more "
-                "than weights= allows, %s; remove() and apply() again with at least that",
-                self.model_name,
-                enough_text(self.limit_bytes),
-                bytes_text(self._asked_bytes),
+                f"{self.model_name}: its weights, as they are converted or come by the expert, take "
+                f"{enough_text(self.limit_bytes)} for two blocks, more than weights= allows, "
+                f"{bytes_text(self._asked_bytes)}; remove() and apply() again with at least that"
             )
 
     def _may_say_link(self) -> bool:
@@ -505,12 +490,9 @@ class WeightStream(Client):
             hidden = round(tokens * longer)
             hides = f" It would hide from about {hidden:,} tokens a forward on; this one has {tokens:,}."
         logger.warning(
-            "%s: the link makes a step %.0f%% longer than with all weights on the device: a block's weights "
-            "take longer to come than the block computes.%s Give weights= more bytes (explain() has what the "
-            "next GB gains), or more tokens to a forward",
-            self.model_name,
-            (slower - 1) * 100,
-            hides,
+            f"{self.model_name}: the link makes a step {(slower - 1) * 100:.0f}% longer than with all "
+            f"weights on the device: a block's weights take longer to come than the block computes.{hides} "
+            "Give weights= more bytes (explain() has what the next GB gains), or more tokens to a forward"
         )
 
     # -- the end ---------------------------------------------------------------------------------------------

@@ -29,12 +29,11 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.graph import get_gradient_edge
 
 from offload.errors import OffloadError
-from offload.params.home import HOME
 from offload.params.view import inner_parts
-from offload.params.watched import READ_NO_BYTES, Watched, accessors, methods, untouched, watched_in
-from offload.weights.forms import form_of
+from offload.params.watched import HOME, READ_NO_BYTES, Watched, accessors, methods, untouched, watched_in
 from offload.weights.gradient import GradientHolder
 from offload.weights.weight import Holder, Weight, in_backward, nobody, written
+from offload.weights.window import form_of
 
 _SET_DATA = accessors("data", "__set__")
 _MAKE_ALIAS = accessors("data", "__get__") | methods("detach view_as")

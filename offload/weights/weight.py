@@ -27,8 +27,7 @@ from offload.device import Device, Event, Lane
 from offload.device.rows import expand_rows
 from offload.errors import OffloadError
 from offload.memory.arena import Block, HostArena
-from offload.params.home import HOME, Claim, Stepper, is_alone, use_count
-from offload.params.watched import Watched, untouched, watched_in
+from offload.params.watched import HOME, Claim, Stepper, Watched, is_alone, untouched, use_count, watched_in
 from offload.transfer.layout import bytes_of
 
 Close = Callable[[], object]

@@ -14,7 +14,7 @@ from offload.conductor import Conductor
 from offload.device import Event
 from offload.engine import OffloadEngine
 from offload.ids import Owner
-from offload.transfer.admission import Direction, Priority
+from offload.transfer.copier import Direction, Priority
 
 __all__ = ["CONFLICTS", "stalls_ms"]
 

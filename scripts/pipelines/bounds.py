@@ -49,7 +49,7 @@ def rank_bounds_ms(
             measured = {str(Action(*action)): ms / 1e3 for action, ms in pairs}
         layers = rank["layers"] // virtual
         # what a W reads again is not measured: counted as nothing, it leaves a bound, but for what the I
-        # does not read (offload/saved/unread.py), which the program has back by the end of the I
+        # does not read (offload/saved/handles.py), which the program has back by the end of the I
         groups = [
             GroupSize(name, group["nbytes"], half_bytes=0)
             for _ in range(layers)

@@ -11,7 +11,7 @@ from torch import nn
 import offload
 from bench.conflicts import CONFLICTS, stalls_ms
 from offload.conductor import Conductor
-from offload.transfer.admission import Direction
+from offload.transfer.copier import Direction
 from tests.nets import Block, Stack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("engine_of_the_gpu", "clean_allocator")]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import offload
-from offload.device import numbers
+from offload.device import _cuda_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -70,7 +70,7 @@ def test_each_thread_reads_its_own() -> None:
 
 def test_a_page_that_was_made_in_inference_mode_serves_outside_of_it() -> None:
     counts = torch.arange(8, device="cuda")
-    numbers._free_pages.clear()
+    _cuda_memory._free_pages.clear()
     with torch.inference_mode():
         assert offload.read_numbers(counts + 1) == [*range(1, 9)]
     assert offload.read_numbers(counts) == [*range(8)]

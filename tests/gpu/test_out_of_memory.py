@@ -26,8 +26,8 @@ from offload import (
     offload_hooks,
 )
 from offload.device.cuda import CudaDevice
-from offload.transfer.admission import Priority
 from offload.transfer.block import BlockState
+from offload.transfer.copier import Priority
 from tests.gpu.workbench import DEVICE, assert_same_bits, installed
 from tests.inside import caps_of, impose
 

@@ -25,10 +25,9 @@ from torch import Tensor
 from offload import OffloadConfig, OffloadEngine
 from offload.client import Client
 from offload.ids import ChunkId, GroupId
-from offload.saved.chunk import SavedChunk, SavedGroup
-from offload.saved.handles import Handle
+from offload.saved.handles import Handle, SavedChunk, SavedGroup
 from offload.telemetry.records import ClientStats
-from offload.transfer.admission import Priority
+from offload.transfer.copier import Priority
 from tests.gpu.widened import POISON, WidenedDevice, sleep
 from tests.gpu.workbench import DEVICE, Program, Result, assert_same_bits, build_manager
 

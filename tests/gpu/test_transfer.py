@@ -12,11 +12,10 @@ from torch import Tensor
 from offload import ChunkOffloadHandler, OffloadConfig, OffloadEngine, StepStats
 from offload.client import Client
 from offload.ids import ChunkId, GroupId
-from offload.saved.chunk import SavedChunk, SavedGroup
-from offload.saved.handles import Handle
+from offload.saved.handles import Handle, SavedChunk, SavedGroup
 from offload.telemetry.records import ClientStats
-from offload.transfer.admission import Priority
 from offload.transfer.block import BlockState
+from offload.transfer.copier import Priority
 from tests.gpu.widened import WidenedDevice, cycles_of, sleep
 from tests.gpu.workbench import DEVICE, bits
 

@@ -24,7 +24,7 @@ import offload
 from offload.device.sim import SimDevice
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
-from offload.memory.ledger import SharedHostBudget
+from offload.memory.budget import SharedHostBudget
 from tests.loops import local
 from tests.unit.park.states import WIDTH
 

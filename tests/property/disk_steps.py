@@ -11,9 +11,8 @@ from typing import Literal
 
 from offload import OffloadEngine
 from offload.device.base import Event
-from offload.disk.stored import Stored
 from offload.disk.tier import DiskTier
-from offload.disk.worker import Job, Worker
+from offload.disk.worker import Job, Stored, Worker
 
 DiskMode = Literal["late", "early", "random"]
 

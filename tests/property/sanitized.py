@@ -22,7 +22,7 @@ from torch.cuda import _sanitizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.device import CopyPair, Event, Lane
-from offload.device.sanitizer import polled
+from offload.device.cuda import polled
 from offload.device.sim import SimDevice
 
 

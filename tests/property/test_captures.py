@@ -17,9 +17,8 @@ from offload import CapturedRegion, HazardError, OffloadConfig, OffloadEngine
 from offload.device.sim import ExecutorName, SimDevice, SimGraph
 from offload.ids import ChunkId, GroupId
 from offload.memory.arena import HostArena
-from offload.saved.chunk import SavedChunk, SavedGroup
-from offload.saved.handles import Handle
-from offload.transfer.admission import Priority
+from offload.saved.handles import Handle, SavedChunk, SavedGroup
+from offload.transfer.copier import Priority
 from offload.transfer.layout import bytes_of
 from tests.property.edges import devices
 

@@ -23,7 +23,7 @@ from offload.conductor import (
     TransferToken,
 )
 from offload.conductor.phases import LEGAL_MOVES
-from offload.transfer.admission import Denied, Direction, Priority
+from offload.transfer.copier import Denied, Direction, Priority
 from tests.unit.conductor.sources import activations_runtime, knobs, weights_runtime
 
 SOFT, HARD, PINNED = 80, 100, 60

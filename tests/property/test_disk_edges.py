@@ -19,8 +19,7 @@ from offload.device.sim import ExecutorName, SimDevice
 from offload.disk.file import Extent, HostBytes
 from offload.errors import HazardError
 from offload.ids import ChunkId, GroupId
-from offload.saved.chunk import SavedChunk, SavedGroup
-from offload.saved.handles import Handle
+from offload.saved.handles import Handle, SavedChunk, SavedGroup
 from tests.property.disk_steps import SteppedWorker, step_disk
 from tests.property.edges import noted_titles
 from tests.property.test_edges import NUMBERS, Desk

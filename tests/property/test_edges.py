@@ -21,9 +21,8 @@ from offload import OffloadConfig, OffloadEngine, OffloadTensorGroup
 from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import HazardError
 from offload.ids import ChunkId, GroupId
-from offload.saved.chunk import SavedChunk, SavedGroup
-from offload.saved.handles import Handle
-from offload.transfer.admission import Priority
+from offload.saved.handles import Handle, SavedChunk, SavedGroup
+from offload.transfer.copier import Priority
 from tests.property.edges import Edge, devices, edge_titles
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import offload
 from offload.device.sim import ExecutorName, SimDevice
-from offload.transfer.admission import Priority
+from offload.transfer.copier import Priority
 from tests.inside import gradients_of, streams_from
 from tests.property.edges import Edge, devices, edge_titles, noted_titles
 from tests.property.test_weight_edges import managed, net

@@ -24,7 +24,7 @@ from offload.engine import OffloadEngine
 from offload.errors import HazardError
 from offload.groups.manager import GroupsManager
 from offload.optim import HybridDeviceOptimizer
-from offload.transfer.admission import Priority
+from offload.transfer.copier import Priority
 from offload.weights.stream import WeightStream
 from tests.inside import streaming_of, streams_from
 from tests.property.edges import Edge, devices, edge_titles, noted_titles

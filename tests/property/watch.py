@@ -19,9 +19,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from offload import OffloadEngine, StepStats
-from offload.disk.stored import Stored
-from offload.transfer.admission import Priority
+from offload.disk.worker import Stored
 from offload.transfer.block import BlockState, DeviceBlock, Transfer
+from offload.transfer.copier import Priority
 from offload.transfer.layout import WeakStorage, bytes_of
 
 

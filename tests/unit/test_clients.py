@@ -18,8 +18,8 @@ from offload.engine import OffloadEngine
 from offload.ids import Owner
 from offload.optim.hybrid import HybridDeviceOptimizer
 from offload.telemetry.records import ClientStats, StepStats
-from offload.transfer.admission import Direction, Lease, Priority
 from offload.transfer.captures import CapturedRegion
+from offload.transfer.copier import Direction, Lease, Priority
 
 KIB = 1024
 

@@ -22,8 +22,7 @@ from offload import (
 from offload.engine import OffloadEngine
 from offload.engines import default_engine
 from offload.errors import HostBudgetError
-from offload.memory.budget import LocalHostBudget
-from offload.memory.ledger import SharedHostBudget, shared_by_store
+from offload.memory.budget import LocalHostBudget, SharedHostBudget, shared_by_store
 
 pytestmark = pytest.mark.usefixtures("no_manager")
 

@@ -213,7 +213,7 @@ def test_a_planted_circle_is_found(tmp_path: Path, files: dict[str, str], circle
         ("offload/disk/tier.py", "from offload.transfer.block import DeviceBlock"),
         ("offload/memory/arena.py", "from offload.disk.tier import DiskTier"),
         ("offload/groups/chunk.py", "from offload.compat.manager import OffloadManager"),
-        ("offload/params/ring.py", "from offload.saved.store import Store"),
+        ("offload/params/sections.py", "from offload.saved.store import Store"),
         ("offload/marks.py", "from offload.compat.manager import Interface"),
         ("offload/optim/hybrid.py", "from offload.marks import step_end"),
         ("offload/marks.py", "from offload.pipelining.stage import OffloadPipelineStage"),
@@ -236,7 +236,7 @@ def test_a_planted_wrong_arrow_is_found(tmp_path: Path, path: str, line: str) ->
     [
         ("offload/config.py", "from offload.errors import OffloadError"),
         ("offload/engine.py", "from offload.saved.store import Store"),
-        ("offload/optim/hybrid.py", "from offload.params.ring import Ring"),
+        ("offload/optim/hybrid.py", "from offload.params.sections import Ring"),
         ("offload/marks.py", "from offload.groups.manager import PipelineOffloadManager"),
         ("offload/compat/manager.py", "from offload.marks import group_start"),
         ("offload/pipelining/stage.py", "from offload import marks"),

@@ -43,8 +43,7 @@ from offload.errors import OffloadError
 from offload.ids import SlotId
 from offload.memory.arena import Block
 from offload.saved.handles import Handle
-from offload.telemetry.lines import JsonLines
-from offload.telemetry.records import ClientStats, StepStats
+from offload.telemetry.records import ClientStats, JsonLines, StepStats
 from offload.transfer.block import BlockState, DeviceBlock
 from offload.transfer.layout import ViewLayout
 from offload.watermark.ahead import ForecastOrder

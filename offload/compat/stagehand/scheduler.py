@@ -20,11 +20,11 @@ from offload.compat.stagehand.blocks import BlockState, ResidencyMap
 from offload.config import MIB
 from offload.described import described
 from offload.device import Device, Event
-from offload.telemetry.lines import JsonLines
+from offload.telemetry.records import JsonLines
 from offload.telemetry.speaker import Once, speaker
-from offload.transfer.admission import Priority
+from offload.transfer.copier import Priority
 from offload.transfer.limits import Cap, Contributor
-from offload.transfer.stalls import Stall
+from offload.transfer.measured import Stall
 from offload.watermark.budget import ActivationBudgetManager
 from offload.weights.order import Pass
 from offload.weights.stream import WeightStream

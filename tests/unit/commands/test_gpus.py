@@ -15,7 +15,7 @@ from offload.device.sim import SimDevice
 from offload.engine import OffloadEngine
 from offload.memory.budget import LocalHostBudget
 from offload.policy.actions import Rates
-from offload.transfer import link
+from offload.transfer import measured
 
 MIB = 1 << 20
 RATES = {"sim:0": (40.0, 20.0), "sim:1": (10.0, 30.0)}
@@ -24,7 +24,7 @@ RATES = {"sim:0": (40.0, 20.0), "sim:1": (10.0, 30.0)}
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "_COPY_BYTES", MIB)
+    monkeypatch.setattr(measured, "_COPY_BYTES", MIB)
     monkeypatch.setattr(machine, "LINK_TEST_BYTES", 2 * MIB)
     monkeypatch.setattr(machine, "_GRACE_S", 0.2)
 
@@ -64,9 +64,9 @@ def test_each_link_is_measured_alone_and_all_at_once_and_pinning_once() -> None:
     assert [gpu.error for gpu in found] == ["", ""]
     assert order[0] == order[1] != order[2] == order[3], "nobody begins while another is alone"
     for gpu in found:
-        for measured in (gpu.alone, gpu.together):
-            assert measured is not None
-            out, back = (each / 1e9 for each in (measured.d2h_bytes_per_s, measured.h2d_bytes_per_s))
+        for rates in (gpu.alone, gpu.together):
+            assert rates is not None
+            out, back = (each / 1e9 for each in (rates.d2h_bytes_per_s, rates.h2d_bytes_per_s))
             assert (out, back) == pytest.approx(RATES[gpu.name])
     assert [gpu.pinned_bytes for gpu in found] == [4 * MIB, 0]
     assert found[0].pinning_s > 0

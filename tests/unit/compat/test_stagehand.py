@@ -33,7 +33,7 @@ from offload.compat.stagehand import (
 from offload.conductor import ConductorRuntime, StagehandConductorAdapter
 from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import DtypeMismatchError, InvalidStateTransitionError, OffloadError, OffloadOOMError
-from offload.transfer.admission import Priority
+from offload.transfer.copier import Priority
 from offload.weights.order import Pass
 from tests.forks import forked
 from tests.inside import streams_from, watchers_of

@@ -19,7 +19,7 @@ from offload.conductor import (
     StagehandConductorAdapter,
     TransferToken,
 )
-from offload.transfer.admission import DenialReason, Denied, Direction
+from offload.transfer.copier import DenialReason, Denied, Direction
 from tests.unit.conductor.sources import activations_runtime, knobs, weights_runtime
 from tests.unit.watermark.training import batch, blocks, runtime_of
 

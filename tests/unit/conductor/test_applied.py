@@ -22,7 +22,7 @@ from offload import PipelineOffloadManager, process
 from offload.client import Phase
 from offload.conductor import Conductor, ConductorConfig
 from offload.device.sim import ExecutorName, SimDevice
-from offload.transfer.admission import CapsAdmission, Direction
+from offload.transfer.copier import CapsAdmission, Direction
 from tests.inside import streams_from
 from tests.ticks import counted_time
 from tests.unit.groups.stack import build_manager, installed

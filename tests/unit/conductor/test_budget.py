@@ -8,7 +8,7 @@ import pytest
 from offload.client import Phase
 from offload.conductor.budget import BudgetManager, Counts, Pool, Reservation, ReservationKind
 from offload.conductor.config import ConductorConfig
-from offload.transfer.admission import DenialReason, Denied, Priority
+from offload.transfer.copier import DenialReason, Denied, Priority
 
 HARD, SOFT, BURST = ReservationKind.HARD, ReservationKind.SOFT, ReservationKind.BURST
 FLOOR, CEILING = ReservationKind.FLOOR, ReservationKind.CEILING

@@ -21,7 +21,7 @@ from offload.device import Event
 from offload.device.sim import ExecutorName, SimDevice
 from offload.engine import OffloadEngine
 from offload.ids import Owner
-from offload.transfer.admission import (
+from offload.transfer.copier import (
     UNCOUNTED,
     CapsAdmission,
     DenialReason,

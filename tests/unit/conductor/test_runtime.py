@@ -25,7 +25,7 @@ from offload.conductor import (
 )
 from offload.conductor.budget import Counts
 from offload.conductor.phases import TurnsPolicyBridge
-from offload.transfer.admission import DenialReason, Denied, Direction, Priority
+from offload.transfer.copier import DenialReason, Denied, Direction, Priority
 from tests.unit.conductor.sources import activations_runtime, knobs, weights_runtime
 
 MIB = 1 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from offload.conductor.budget import Counts, TransferManager, TransferToken
-from offload.transfer.admission import DenialReason, Denied, Direction, Priority
+from offload.transfer.copier import DenialReason, Denied, Direction, Priority
 
 H2D, D2H = Direction.H2D, Direction.D2H
 REQUIRED, SPECULATIVE = Priority.REQUIRED, Priority.SPECULATIVE

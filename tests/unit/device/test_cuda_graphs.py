@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offload.device import Graph
-from offload.device._graphs import replace_replay, replaced_captures
+from offload.device.base import replace_replay, replaced_captures
 
 
 class FakeGraph:

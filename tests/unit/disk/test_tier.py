@@ -20,9 +20,9 @@ from torch import Tensor
 
 from offload import OffloadConfig, OffloadEngine, OffloadError
 from offload.device.sim import SimDevice
-from offload.disk.spare import SpareMemory
+from offload.disk.loans import SpareMemory
 from offload.disk.tier import DiskTier
-from offload.transfer.admission import Priority
+from offload.transfer.copier import Priority
 from tests.inside import has_work, read_ahead
 from tests.property.disk_steps import SteppedWorker, step_disk
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
@@ -198,7 +198,7 @@ def test_two_reads_are_under_way_at_once_and_their_time_is_counted_once(
         locked.add(copies.writes._lock.locked() or copies.reads._lock.locked())
         return time.monotonic()
 
-    monkeypatch.setattr("offload.disk.copies.time", SimpleNamespace(monotonic=now))
+    monkeypatch.setattr("offload.disk.worker.time", SimpleNamespace(monotonic=now))
     inputs = leaves(2)
     began = time.monotonic()
     with rig.group():

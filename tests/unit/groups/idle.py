@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from offload.device import CaptureWatcher, CopyPair, Event, Graph, Lane
-from offload.device._sim_memory import PlainMemory
+from offload.device._sim_bytes import PlainMemory
 
 __all__ = ["IdleDevice"]
 

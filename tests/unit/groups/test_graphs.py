@@ -29,8 +29,8 @@ from offload import (
     step_end,
 )
 from offload.device.sim import SimDevice, SimGraph
-from offload.transfer.admission import Priority
 from offload.transfer.block import DeviceBlock, Transfer
+from offload.transfer.copier import Priority
 from tests.unit.groups.stack import EXECUTORS, ROWS, WIDTH, Stack, build_manager, build_stages, installed
 
 CAPS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""The group of a recomputed call's input (groups/inputs.py)."""
+"""The group of a recomputed call's input (groups/scope.py)."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ def test_host_memory_that_one_odd_step_wanted_goes_back_when_it_has_not_come_aga
 ) -> None:
     """One evaluation, or one step that was refused a lot, kept its memory pinned to the end of the
     training."""
-    monkeypatch.setattr("offload.groups.trim.REMEMBERED_STEPS", 20)
+    monkeypatch.setattr("offload.groups.step_planner.REMEMBERED_STEPS", 20)
     held = _Held()
     assert held.run(8 * KIB) == 12 * KIB
     assert held.run(40 * KIB, steps=1, backward=False) == 40 * KIB
@@ -263,7 +263,7 @@ def test_host_memory_that_one_odd_step_wanted_goes_back_when_it_has_not_come_aga
 def test_turns_of_training_and_evaluation_never_give_back_what_the_other_needs(
     period: int, backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.groups.trim.REMEMBERED_STEPS", 20)
+    monkeypatch.setattr("offload.groups.step_planner.REMEMBERED_STEPS", 20)
     held = _Held()
     held.run(8 * KIB)
     for _ in range(200 // period):
@@ -274,7 +274,7 @@ def test_turns_of_training_and_evaluation_never_give_back_what_the_other_needs(
 
 def test_lengths_that_differ_a_little_give_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peaks of random lengths differ a little: what went back would be refused soon."""
-    monkeypatch.setattr("offload.groups.trim.REMEMBERED_STEPS", 20)
+    monkeypatch.setattr("offload.groups.step_planner.REMEMBERED_STEPS", 20)
     held = _Held()
     held.run(56 * KIB)
     assert held.run(64 * KIB, steps=1, backward=False) == 64 * KIB

@@ -32,7 +32,7 @@ from offload import (
     group_start,
     offload_hooks,
 )
-from offload.saved.replayed import TREES
+from offload.saved.filters import TREES
 from tests.unit.groups.idle import IdleDevice
 from tests.unit.groups.stack import HELD, installed, leaf
 

@@ -10,7 +10,7 @@ import pytest
 
 from offload import ChunkOffloadHandler, OffloadConfig, OffloadEngine
 from offload.device.sim import SimDevice
-from offload.groups import varied
+from offload.groups import timed
 from offload.groups.seen import SeenStep
 from offload.groups.step_planner import StepPlanner
 from offload.groups.timed import TimedPlan
@@ -131,8 +131,8 @@ def test_searches_are_few_and_a_chunk_beyond_the_plan_follows_the_one_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planned: list[TimedPlan] = []
-    search = varied.timed_plan
-    monkeypatch.setattr(varied, "timed_plan", lambda *given: planned.append(search(*given)) or planned[-1])
+    search = timed.timed_plan
+    monkeypatch.setattr(timed, "timed_plan", lambda *given: planned.append(search(*given)) or planned[-1])
     draws, steps = random.Random(5), Steps()
     for _ in range(20):
         steps.run(drawn(draws))

@@ -14,8 +14,7 @@ import pytest
 
 from offload.errors import HostBudgetError, OffloadError, PoolError
 from offload.memory.arena import HostArena
-from offload.memory.budget import LocalHostBudget
-from offload.memory.ledger import SharedHostBudget
+from offload.memory.budget import LocalHostBudget, SharedHostBudget
 from tests.inside import checksum_of
 from tests.unit.memory.fakes import KIB, PIECE, FakeDevice, FakeEvent, arena_on, taken
 

@@ -9,11 +9,11 @@ import pytest
 from offload.memory.budget import (
     DEFAULT_SHARE,
     LocalHostBudget,
+    SharedHostBudget,
     available_bytes,
     cgroups,
     default_host_limit_bytes,
 )
-from offload.memory.ledger import SharedHostBudget
 
 
 @pytest.fixture(params=["local", "shared"])

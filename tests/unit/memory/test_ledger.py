@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from offload.memory.ledger import SharedHostBudget, shared_by_store, shared_by_torchrun
+from offload.memory.budget import SharedHostBudget, shared_by_store, shared_by_torchrun
 from offload.sizes import bytes_text
 
 FORK = multiprocessing.get_context("fork")
@@ -196,6 +196,6 @@ def test_ranks_that_can_share_nothing_are_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr("offload.memory.ledger._folder", lambda: tmp_path / "absent")
+    monkeypatch.setattr("offload.memory.budget._folder", lambda: tmp_path / "absent")
     assert shared_by_torchrun(LIMIT) is None
     assert f"so each rank of this host may pin {bytes_text(LIMIT)} by itself" in caplog.text

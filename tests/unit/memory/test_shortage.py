@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import offload
-from offload.memory.shortage import HostShortage
+from offload.memory.loans import HostShortage
 from offload.telemetry.records import StepStats
 from tests.unit.groups.stack import build_manager, installed
 from tests.unit.modules.training import build, train

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import offload
 from offload import PipelineOffloadManager
 from offload.auto import plan as auto_plan
-from offload.groups import varied
+from offload.groups import timed
 from offload.groups.seen import StepClock
 from offload.policy.actions import Rates
 from offload.policy.menu import Block
@@ -88,13 +88,13 @@ def test_with_times_known_groups_follow_one_plan_whatever_the_lengths(
     manager.engine.rates = Rates(d2h_bytes_per_s=4e7, h2d_bytes_per_s=4e7)
     monkeypatch.setattr(StepClock, "end_step", lambda self: _Times())
     planned: list[int] = []
-    search = varied.timed_plan
+    search = timed.timed_plan
 
     def noted(units: Any, *rest: Any) -> Any:
         planned.append(len(units))
         return search(units, *rest)
 
-    monkeypatch.setattr(varied, "timed_plan", noted)
+    monkeypatch.setattr(timed, "timed_plan", noted)
     plain = list(train_varied(build(blocks=LAYERS), steps()))
     model, limit = build(blocks=LAYERS), 60_000
     with offload.activations(model, min_numel=1, **options):

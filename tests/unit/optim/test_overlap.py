@@ -29,7 +29,7 @@ from offload.device.sim import SimDevice
 from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
 from offload.optim.cpu_step import CpuBucket
-from offload.params.ring import Ring
+from offload.params.sections import Ring
 from offload.transfer.copier import OwnedCopies
 from tests.optim_pair import OVERLAPS, Overlap, assert_same, copies, hybrid, torchs
 from tests.unit.optim.rig import backward, batch, net

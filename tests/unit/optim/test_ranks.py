@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from offload.errors import OffloadError
-from offload.optim import ranks
+from offload.optim import parts
 from offload.params.view import is_laid_out_as
 from tests.unit.optim.rig import hybrid
 
@@ -30,24 +30,24 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 def test_without_a_process_group_there_is_one_rank() -> None:
-    assert not ranks.several_ranks()
+    assert not parts.several_ranks()
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_group_of_one_is_one_rank() -> None:
-    assert not ranks.several_ranks()
+    assert not parts.several_ranks()
 
 
 def test_a_view_of_somebody_elses_buffer_is_not_trusted_where_there_are_several_ranks() -> None:
     own, view = torch.ones(4), torch.ones(8)[:4]
-    assert not ranks.may_be_reduced_in_place(view)
-    with mock.patch.object(ranks, "several_ranks", return_value=True):
-        assert ranks.may_be_reduced_in_place(view)
-        assert not ranks.may_be_reduced_in_place(own)
+    assert not parts.may_be_reduced_in_place(view)
+    with mock.patch.object(parts, "several_ranks", return_value=True):
+        assert parts.may_be_reduced_in_place(view)
+        assert not parts.may_be_reduced_in_place(own)
 
 
 def test_a_split_parameter_is_one_over_several_ranks() -> None:
-    assert not ranks.is_split(torch.ones(3))
+    assert not parts.is_split(torch.ones(3))
     mesh = SimpleNamespace(size=lambda dim: (2, 1)[dim])
     for placements, split in (
         ((Replicate(), Replicate()), False),
@@ -55,7 +55,7 @@ def test_a_split_parameter_is_one_over_several_ranks() -> None:
         ((Replicate(), Shard(1)), False),
     ):
         assert (
-            ranks.is_split(
+            parts.is_split(
                 SimpleNamespace(_local_tensor=torch.ones(2), device_mesh=mesh, placements=placements)
             )
             is split

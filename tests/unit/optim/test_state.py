@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from offload.optim.groups import _View
+from offload.optim.parts import _View
 from tests.unit.optim.rig import assert_same_bits, backward, hybrid, net, train
 
 FUSED = {"lr": 1e-2, "fused": True}

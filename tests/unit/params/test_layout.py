@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.params.layout import ALIGN, Section, lay_out, layout_to_json
+from offload.params.sections import ALIGN, Section, lay_out, layout_to_json
 
 SIZES = st.lists(st.integers(0, 300), min_size=1, max_size=12)
 

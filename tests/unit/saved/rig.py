@@ -20,12 +20,11 @@ from offload.device.sim import ExecutorName, SimDevice
 from offload.engine import OffloadEngine
 from offload.ids import ChunkId, GroupId
 from offload.memory.budget import HostBudget
-from offload.saved.chunk import SavedChunk, SavedGroup
-from offload.saved.handles import Handle
+from offload.saved.handles import Handle, SavedChunk, SavedGroup
 from offload.saved.hooks import InstalledScope
 from offload.telemetry.records import ClientStats, StepStats
-from offload.transfer.admission import Admission
 from offload.transfer.block import BlockState, DeviceBlock
+from offload.transfer.copier import Admission
 
 EXECUTORS: tuple[ExecutorName, ...] = ("late", "early", "random", "clock")
 

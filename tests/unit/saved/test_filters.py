@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from offload.device.sim import SimDevice
-from offload.saved.externals import ExternalKind, ExternalStorages
-from offload.saved.filters import Verdict, judge
+from offload.saved.filters import ExternalKind, ExternalStorages, Verdict, judge
 from offload.saved.handles import Handle, Passed
 from tests.unit.saved.rig import Rig, assert_equal_bits, gradients
 from tests.unit.saved.test_views import keep

@@ -21,7 +21,7 @@ from torch import Tensor
 import offload
 from offload import OffloadConfig, OffloadEngine, PipelineOffloadManager
 from offload.device.sim import SimDevice
-from offload.saved.replayed import ReplayedMemory
+from offload.saved.filters import ReplayedMemory
 
 trees: Any = importlib.import_module("torch._inductor.cudagraph_trees")
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from offload.ids import ChunkId, GroupId
-from offload.saved.chunk import SavedChunk, SavedGroup
-from offload.saved.handles import Handle, Passed
+from offload.saved.handles import Handle, Passed, SavedChunk, SavedGroup
 from tests.unit.saved.rig import Rig, assert_equal_bits
 from tests.unit.saved.test_views import keep
 

@@ -17,8 +17,7 @@ import offload
 from offload.report import Report, report
 from offload.sizes import bytes_text
 from offload.telemetry.figures import Figures, GroupFigures
-from offload.telemetry.timeline import MemorySample, Span, Timeline
-from offload.telemetry.trace import Trace
+from offload.telemetry.timeline import MemorySample, Span, Timeline, Trace
 from tests.unit.groups.stack import Driver, build_manager, build_stages, gpipe, installed
 
 HOSTILE = ("<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>", "$\\frac{$", "_x & 'y' \"z")

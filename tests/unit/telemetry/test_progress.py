@@ -15,7 +15,7 @@ from offload.device.sim import SimDevice
 from offload.memory import growth
 from offload.memory.arena import HostArena
 from offload.memory.budget import LocalHostBudget
-from offload.telemetry import progress
+from offload.telemetry import speaker
 
 
 class Output(io.StringIO):
@@ -33,7 +33,7 @@ def test_pinning_of_much_and_loading_show_that_they_go_on(
 ) -> None:
     out = Output(terminal)
     monkeypatch.setattr(sys, "stderr", out)
-    monkeypatch.setattr(progress, "_MOMENT_S", 0.0)
+    monkeypatch.setattr(speaker, "_MOMENT_S", 0.0)
     monkeypatch.setattr(growth, "_SHOWN_BYTES", 2 << 20)
     device, mib = SimDevice(), 1 << 20
     arena = HostArena(device, budget=LocalHostBudget(1 << 30), slab_bytes=mib, registration_bytes=mib)

@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import offload
 from offload import PipelineOffloadManager
-from offload.telemetry.holdings import Holdings
-from offload.telemetry.trace import Trace
+from offload.groups.recorder import Holdings
+from offload.telemetry.timeline import Trace
 from tests.inside import streams_from
 from tests.unit.groups.stack import Driver, build_manager, build_stages, gpipe, installed
 from tests.unit.telemetry.test_page import timeline_of, trace_of

@@ -10,7 +10,7 @@ from offload.device import Event
 from offload.device.sim import SimDevice
 from offload.ids import Owner
 from offload.memory.budget import LocalHostBudget
-from offload.transfer.admission import (
+from offload.transfer.copier import (
     CapsAdmission,
     DenialReason,
     Denied,

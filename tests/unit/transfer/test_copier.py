@@ -11,8 +11,7 @@ import torch
 from offload.config import OffloadConfig
 from offload.device.sim import SimDevice
 from offload.ids import Owner
-from offload.transfer.admission import UNCOUNTED, CapsAdmission, Direction
-from offload.transfer.copier import Copier
+from offload.transfer.copier import UNCOUNTED, CapsAdmission, Copier, Direction
 from offload.transfer.limits import Limits
 from tests.unit.transfer.test_admission import Arbiter
 

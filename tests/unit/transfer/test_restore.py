@@ -11,8 +11,8 @@ from torch import Tensor
 
 from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import HazardError, OffloadError
-from offload.transfer.admission import Priority
 from offload.transfer.block import BlockState
+from offload.transfer.copier import Priority
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
 from tests.unit.saved.test_views import keep
 

@@ -478,8 +478,7 @@ def test_dequantize_without_host_memory_leaves_int8() -> None:
 
 def test_the_warning_halves_its_tokens(caplog: pytest.LogCaptureFixture) -> None:
     from offload.policy.streamed import Size
-    from offload.weights.measured import MeasuredStep
-    from offload.weights.order import Pass, Use
+    from offload.weights.order import MeasuredStep, Pass, Use
 
     step = MeasuredStep(tuple((Use(at, Pass.FORWARD), 0.001) for at in range(4)), 1e9)
     whole, half = [Size(8_000_000, 8_000_000)] * 4, [Size(8_000_000, 4_000_000)] * 4

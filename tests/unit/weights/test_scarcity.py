@@ -11,7 +11,7 @@ import torch
 import offload
 from offload import OffloadEngine, PipelineOffloadManager
 from offload.device.sim import SimDevice
-from offload.transfer.admission import UNCOUNTED, Admission, DenialReason, Denied, Direction, Lease, Priority
+from offload.transfer.copier import UNCOUNTED, Admission, DenialReason, Denied, Direction, Lease, Priority
 from tests.inside import gradients_of, impose, streaming_of, streams_from
 from tests.unit.groups.stack import installed
 from tests.unit.weights.streamed import BLOCK_BYTES, BLOCKS, ROWS, WIDTH, Model, Pair, squares, streamed

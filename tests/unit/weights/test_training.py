@@ -21,7 +21,7 @@ import offload
 from offload.client import Phase
 from offload.device.sim import ExecutorName
 from offload.errors import CaptureError, OffloadError
-from offload.weights import readers
+from offload.weights import hooks
 from tests.inside import streaming_of
 from tests.threads import run_all
 from tests.unit.weights.streamed import BLOCK_BYTES, BLOCKS, ROWS, WIDTH, Model, Pair, squares, streamed
@@ -548,7 +548,7 @@ def test_threads_that_train_evaluate_and_read_one_model_beside_each_other() -> N
 @pytest.mark.parametrize("name", ["run", "_engine_run_backward"])
 def test_a_thread_whose_backward_another_one_runs_is_not_waited_for(name: str) -> None:
     """As the one that calls backward() stands while autograd's thread of a GPU recomputes a block."""
-    known, begun, lock = readers.Readers(), threading.Lock(), threading.Lock()
+    known, begun, lock = hooks.Readers(), threading.Lock(), threading.Lock()
 
     def run() -> None:
         known.note()
@@ -570,7 +570,7 @@ def test_a_thread_whose_backward_another_one_runs_is_not_waited_for(name: str) -
 def test_bytes_are_freed_behind_a_call_of_another_thread_that_began_inside_the_forward(
     waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "PATIENCE_S", 0.01 if waits else 60.0)
+    monkeypatch.setattr(hooks, "PATIENCE_S", 0.01 if waits else 60.0)
     begun, over = threading.Event(), threading.Event()
 
     class Begins(nn.Linear):
