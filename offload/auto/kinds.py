@@ -271,6 +271,7 @@ class Kinds:
         self._failed = 0  # bytes that a move which failed had been counted with
         self._took: dict[Split, list[float]] = {}  # seconds of whole steps
         self._waited = 0
+        self._asked = False  # for a step under the rule to be measured
         self._tried: Split | None = None
         self.is_open = True
         self._handle = register_optimizer_step_post_hook(weakly(self._stepped))
@@ -283,6 +284,8 @@ class Kinds:
         that are beside saved tensors from the next step on. Blocks the host: for about 0.1 s, once, to
         compare splits."""
         has_moved, self._has_moved = self._has_moved, False
+        if has_moved and self._streams.weights is not None:
+            self._streams.weights.measure_anew()
         if whole_s is not None and not has_moved:
             self._took.setdefault(self.now, []).append(whole_s)
         if self._failed:
@@ -302,6 +305,10 @@ class Kinds:
         took = self._took.get(self.now, [])
         self._waited += 1
         if self._tried is None:
+            weights = self._streams.weights
+            if not self._asked and weights is not None and ladder.costs and weights.measured_s is not None:
+                weights.measure_anew()  # under the rule: what was measured recomputed every block
+                self._asked = True
             self._take_planned()
             splits = self._shared(ladder)
             if (splits is None or len(took) < _STEPS) and self._waited < _PATIENCE:
@@ -321,18 +328,21 @@ class Kinds:
         """The splits that fit, the shortest first by calculation; None while what that needs is not
         known."""
         rates = self._engine.rates
-        if rates is None or not ladder.costs or self._planned([self.now.weights]) is None:
+        stream = self._streams.weights
+        is_known = stream is None or not self.loads.weights or stream.measured_s is not None
+        if rates is None or not ladder.costs or not is_known:
             return None
         both = rates.h2d_bytes_per_s, rates.d2h_bytes_per_s
+        compute_s = 0.0 if stream is None else stream.measured_s or 0.0
         at = self._planned
-        return shared(self.loads, self.now, both, lambda limits: at(limits) or [], ladder.recompute_s)
+        return shared(self.loads, self.now, both, lambda *of: at(*of) or [], ladder.recompute_s, compute_s)
 
-    def _planned(self, limits: Sequence[int]) -> Sequence[tuple[float, int]] | None:
+    def _planned(self, limits: Sequence[int], longer: float = 1.0) -> Sequence[tuple[float, int]] | None:
         """As WeightStream; weights that are placed by hand stay so."""
         stream = self._streams.weights
         if stream is None or not self.loads.weights:
             return [(0.0, limit) for limit in limits]
-        return stream.planned(limits)
+        return stream.planned(limits, longer)
 
     def _take_planned(self) -> None:
         """What the weights' plan leaves of their share is no longer theirs: a later plan of theirs that took

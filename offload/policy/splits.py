@@ -102,28 +102,45 @@ def shared(
     loads: Loads,
     now: Split,
     bytes_per_s: tuple[float, float],
-    weights_at: Callable[[Sequence[int]], Sequence[tuple[float, int]]],
+    weights_at: Callable[[Sequence[int], float], Sequence[tuple[float, int]]],
     recompute_s: Callable[[int], float | None],
+    compute_s: float,
 ) -> list[tuple[float, Split]]:
     """The splits that fit, each with what it adds to a step of plain blocks by calculation, the shortest
     first; of equal ones the one with fewest bytes.
 
-    now: the one under which a step was measured. weights_at: for each of these limits the seconds that
-    compute waits for weights, and their bytes on the device, which may be fewer. recompute_s: seconds of
-    recomputes where kinds take so many bytes more than now; None where no rule fits then.
+    now: the one under which a step was measured, whose blocks computed for compute_s, recomputes included.
+    weights_at: for each of these limits, where blocks compute so many times as long, the seconds that compute
+    waits for weights, and their bytes on the device, which may be fewer. recompute_s: seconds of recomputes
+    where kinds take so many bytes more than now; None where no rule fits then.
     """
-    splits = [*_splits(loads)]
+    splits, now_bytes = [*_splits(loads)], device_bytes(loads, now)
     limits = sorted({split.weights for split in splits})
-    at = dict(zip(limits, weights_at(limits), strict=True))
     recomputes: dict[int, float | None] = {}
-    found: list[tuple[float, int, Split]] = []
-    for split in splits:
-        waits_s, weights = at[split.weights]
-        split = split._replace(weights=weights)
-        nbytes = device_bytes(loads, split)
-        more = nbytes - device_bytes(loads, now)
+
+    def recompute_of(split: Split) -> float | None:
+        more = device_bytes(loads, split) - now_bytes
         if more not in recomputes:
             recomputes[more] = recompute_s(more)
-        if (again_s := recomputes[more]) is not None:
+        return recomputes[more]
+
+    # a block that is recomputed hides more of a copy: waits are found for the least and the most of that
+    known = [seconds for split in (now, *splits) if (seconds := recompute_of(split)) is not None]
+    if not known:
+        return []
+    shortest, longest, now_s = min(known), max(known), recompute_of(now) or 0.0
+    ends = [
+        weights_at(limits, max(0.0, 1.0 + (again_s - now_s) / compute_s) if compute_s else 1.0)
+        for again_s in (shortest, longest)
+    ]
+    at = {limit: (fast, slow) for limit, fast, slow in zip(limits, *ends, strict=True)}
+    found: list[tuple[float, int, Split]] = []
+    for split in splits:
+        (fast_s, fast_bytes), (slow_s, slow_bytes) = at[split.weights]
+        split = split._replace(weights=max(fast_bytes, slow_bytes))
+        if (again_s := recompute_of(split)) is not None:
+            part = (again_s - shortest) / (longest - shortest) if longest > shortest else 0.0
+            waits_s = fast_s + min(1.0, max(0.0, part)) * (slow_s - fast_s)
+            nbytes = device_bytes(loads, split)
             found.append((again_s + waits_s + step_s(loads, split, bytes_per_s), nbytes, split))
     return [(seconds, split) for seconds, _, split in sorted(found)]

@@ -151,6 +151,7 @@ class Measured:
         self._samples: list[_Sample] = []
         self._copies: list[tuple[int, Event, Event]] = []
         self._watching = False
+        self.is_awaited = False  # a step that is measured anew
         self._pending: tuple[list[_Sample], list[tuple[int, Event, Event]]] | None = None
 
     def look_at(self, arguments: Iterable[Any]) -> None:
@@ -159,6 +160,11 @@ class Measured:
             if isinstance(each, torch.Tensor) and each.is_floating_point() and each.dim() > 1:
                 self.tokens = each.numel() // max(1, each.shape[-1])
                 return
+
+    def measure_anew(self) -> None:
+        """One of the next steps is measured, although one like it was."""
+        self._known.clear()
+        self.is_awaited = True
 
     def before_use(self) -> Event | None:
         self._uses += 1
@@ -182,6 +188,7 @@ class Measured:
         found = None
         if self._pending is not None and self._have_passed(*self._pending):
             found, self._pending = self._step_of(*self._pending), None
+            self.is_awaited &= found is None or not self._known
         if self._watching:
             self._watching = False
             self._copier.unwatch(self.on_copy)

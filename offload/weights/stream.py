@@ -397,13 +397,28 @@ class WeightStream(Client):
             if self._step is not None:
                 self._plan_with(self._step)
 
-    def planned(self, limits: Sequence[int]) -> list[tuple[float, int]] | None:
+    def measure_anew(self) -> None:
+        """One of the next steps is measured: blocks compute for another time than they did."""
+        with self._lock:
+            self._measured.measure_anew()
+
+    @property
+    def measured_s(self) -> float | None:
+        """Seconds that blocks computed in the step that was measured last, None before and while one is to
+        be measured anew."""
+        step = self._step
+        if step is None or self._measured.is_awaited:
+            return None
+        return sum(seconds for _, seconds in step.uses)
+
+    def planned(self, limits: Sequence[int], longer: float = 1.0) -> list[tuple[float, int]] | None:
         """Seconds of a step that compute waits for weights within each of these limits, by calculation, and
-        the weights' bytes on the device, which may be fewer. None before a step was measured."""
+        the weights' bytes on the device, which may be fewer, where blocks compute `longer` times as long.
+        None before a step was measured."""
         step, least = self._step, least_window(self._sizes)
         if step is None:
             return None
-        uses = [(use.block, seconds) for use, seconds in step.uses[: _PLANNED * len(self._sizes)]]
+        uses = [(use.block, longer * seconds) for use, seconds in step.uses[: _PLANNED * len(self._sizes)]]
         experts_bytes = self.experts.window.room_bytes
         rooms = [max(least, limit - experts_bytes) for limit in limits]
         compute_s, times = sum(seconds for _, seconds in uses), len(step.uses) / len(uses)

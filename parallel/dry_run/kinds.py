@@ -102,6 +102,11 @@ class _Work:
         host = sum(piece.forward_host_s + piece.backward_host_s for piece in self.pieces)
         return self.microbatches * max(device, host)
 
+    @property
+    def blocks_s(self) -> float:
+        """That plain blocks compute."""
+        return self.microbatches * sum(piece.forward_s + piece.backward_s for piece in self.layers)
+
     def trace(self, resident_bytes: int) -> Trace:
         """Of one microbatch whose blocks are all recomputed, while their inputs leave."""
         found = Trace(True, resident_bytes)
@@ -143,13 +148,20 @@ class _Work:
             if not rule.is_plain((0, 0), place)
         )
 
-    def weights_at(self, limits: Sequence[int]) -> list[tuple[float, int]]:
-        """Seconds of a step that compute waits for weights within each limit, and their bytes; blocks are
-        taken as recomputed, which the link has more time beside."""
-        forward = [(place, piece.forward_s) for place, piece in enumerate(self.layers)]
+    def weights_at(
+        self, limits: Sequence[int], longer: float = 1.0, rule: Rule | None = None
+    ) -> list[tuple[float, int]]:
+        """Seconds of a step that compute waits for weights within each limit, and their bytes, where blocks
+        compute `longer` times as long. rule: the others are recomputed, which the link has more time beside;
+        None: all are."""
+        forward = [(place, piece.forward_s * longer) for place, piece in enumerate(self.layers)]
         backward = [
-            (place, piece.backward_s + self.costs[piece.name].again_s)
+            (
+                place,
+                longer * (piece.backward_s + (0 if rule and rule.is_plain((0, 0), place) else again_s)),
+            )
             for place, piece in enumerate(self.layers)
+            for again_s in (self.costs[piece.name].again_s,)
         ]
         uses = [*forward, *reversed(backward)]
         compute_s = sum(seconds for _, seconds in uses)
@@ -164,7 +176,7 @@ class _Work:
         nbytes = device_bytes(self.loads, split)
         if (rule := self.rule(nbytes)) is None:
             return None
-        ((waits_s, _),) = self.weights_at([max(split.weights, self.loads.least_weights)])
+        ((waits_s, _),) = self.weights_at([max(split.weights, self.loads.least_weights)], rule=rule)
         inputs = sum(piece.input_bytes for piece in self.layers) if rule.moves else 0
         kernels_s = sum(piece.trained for piece in self.pieces) / self.job.gpu.optimizer_rate
         return SharedPlan(
@@ -192,7 +204,18 @@ def plan_of_all_kinds(job: Job, stages: Sequence[Stage]) -> SharedPlan | int:
         rule = work.rule(least_bytes + more)
         return None if rule is None else work.recompute_s(rule)
 
-    found = shared(work.loads, least_of(work.loads), work.both, work.weights_at, recompute_s)
+    all_again_s = work.recompute_s(Rule())
+    longer = 1.0
+    if (again_s := recompute_s(0)) is not None:  # what weights_at takes as 1.0 recomputes every block
+        longer = (work.blocks_s + again_s) / (work.blocks_s + all_again_s)
+    found = shared(
+        work.loads,
+        least_of(work.loads),
+        work.both,
+        lambda limits, times: work.weights_at(limits, longer * times),
+        recompute_s,
+        work.blocks_s + (again_s or 0.0),
+    )
     every = (
         plan for split in (all_of(work.loads), *(each for _, each in found)) if (plan := work.plan_of(split))
     )

@@ -4,7 +4,7 @@ between steps without a bit."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -71,13 +71,31 @@ def test_a_byte_goes_to_the_kind_that_spares_most_by_it() -> None:
         def recompute_s(more: int) -> float | None:
             return None if more > room else per_byte * (more + 1000)
 
-        return shared(
-            loads, now, (10.0, 10.0), lambda limits: [(0.0, limit) for limit in limits], recompute_s
-        )
+        def weights_at(limits: Sequence[int], longer: float) -> list[tuple[float, int]]:
+            return [(0.0, limit) for limit in limits]
+
+        return shared(loads, now, (10.0, 10.0), weights_at, recompute_s, 100.0)
 
     assert found(0.05)[0] == (0.05 * 1400 + 40.0, Split(0, True, 400)), "0.1 s a byte of state"
     assert found(0.2)[0] == (0.2 * 1000 + 80.0, now)
     assert {split.state for _, split in found(0.05)} == {0, 100, 200, 300, 400}, "and no other one fits"
+
+
+def test_what_no_recompute_hides_any_more_is_waited_for() -> None:
+    """Plain blocks compute 50 s, and all recomputes take as long. Beside both, weights arrive in time."""
+    loads, now = Loads(weights=400, least_weights=40, resident=10), Split(40, True, 0)
+
+    def weights_at(limits: Sequence[int], longer: float) -> list[tuple[float, int]]:
+        return [(max(0.0, (400 - limit) / 4 - 50.0 * longer), limit) for limit in limits]
+
+    def recompute_s(more: int) -> float:
+        return 50.0 * more / 360
+
+    found = shared(loads, now, (1e9, 1e9), weights_at, recompute_s, 50.0)
+    assert found[0] == (pytest.approx(6.25 * (1 - 0.375) + 50.0 * 0.375), Split(175, True, 0))
+    seconds = {split.weights: of for of, split in found}
+    assert seconds[40] == 40.0, "all blocks plain, and weights are waited for"
+    assert seconds[400] == 50.0
 
 
 # -- in steps ------------------------------------------------------------------------------------------------
