@@ -10,7 +10,11 @@ has computed, it leaves when a block that is used earlier needs its room, and a 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from math import inf
 from typing import NamedTuple
+
+from offload.policy.actions import Rates
+from offload.policy.play import Item, Need, Op, play
 
 _WINDOWS = 4
 """Windows that are compared: of two blocks, and of one, two and three more."""
@@ -58,79 +62,23 @@ def _whole(sizes: Sequence[Size], limit_bytes: int) -> Plan | None:
     return Plan(frozenset(range(len(sizes))), window) if fits else None
 
 
-def play(uses: Sequence[tuple[int, float]], sizes: Sequence[Size], plan: Plan, bytes_per_s: float) -> float:
+def played_s(
+    uses: Sequence[tuple[int, float]], sizes: Sequence[Size], plan: Plan, bytes_per_s: float
+) -> float:
     """Seconds of a step. uses: (block, seconds that it computes until the next use), as one step after the
     other repeats them. Kept blocks are there."""
-    keep, number = plan.keep, len(uses)
-    order = [block for block, _ in uses] * 3
-    present: dict[int, float] = {}  # when its load ends
-    holds: dict[int, int] = {}  # bytes
-    free, link, now, begun = plan.window_bytes, 0.0, 0.0, 0.0
-
-    def load(block: int) -> None:
-        nonlocal free, link
-        holds[block] = sizes[block].arriving
-        free -= holds[block]
-        link = max(link, now) + holds[block] / bytes_per_s
-        present[block] = link
-
-    def make_room(nbytes: int, able: list[int], at: int) -> bool:
-        """Of the blocks that may go, the one that comes last goes first."""
-        nonlocal free
-        if free + sum(holds[other] for other in able) < nbytes:
-            return False
-        if free < nbytes and len(able) > 1:
-            able.sort(key=lambda other: -order.index(other, at))
-        for other in able:
-            if free < nbytes:
-                del present[other]
-                free += holds.pop(other)
-        return True
-
-    def expanding(block: int) -> int:
-        """Bytes that a use of it takes beside its INT8."""
-        used, arriving = sizes[block]
-        return used if holds.get(block, arriving) < used else 0
-
-    def expand(block: int, at: int) -> None:
-        nonlocal free
-        if room := expanding(block):
-            make_room(room, [other for other in present if other != block], at)
-            free -= sizes[block].used - holds[block]
-            holds[block] = sizes[block].used
-
-    def fetch(at: int, stay: int | None) -> None:
-        """What the stream does after a use: `at` is the next one."""
-        seen, before, room = {stay}, 0, 0
-        for each in range(at, at + number):
-            block = order[each]
-            if block in keep or block in seen:
-                continue
-            room = max(room, expanding(block))
-            if block not in present:
-                able = [other for other in present if other not in seen]
-                if before and before + sizes[block].arriving + room > plan.window_bytes:
-                    return
-                if not make_room(sizes[block].arriving, able, at):
-                    return
-                load(block)
-            before += holds[block]
-            seen.add(block)
-
-    for at in range(2 * number):
-        block, seconds = uses[at % number]
-        if at == number:
-            begun = now
-        if block not in keep:
-            if block not in present:
-                make_room(sizes[block].arriving, [*present], at)
-                load(block)
-            now = max(now, present[block])
-            expand(block, at)
-        fetch(at + 1, block)
-        now += seconds
-        fetch(at + 1, None)
-    return now - begun
+    ops = []
+    for block, seconds in uses:
+        need = Need(block, sizes[block].arriving, sizes[block].used)
+        if block in plan.keep:
+            ops.append(Op(seconds))
+        else:
+            ops.append(Op(seconds, (need,), reads_first=True, frees=(block,)))
+    items = [Item(size.used, leaves=False, home=True) for size in sizes]
+    rates = Rates(d2h_bytes_per_s=bytes_per_s, h2d_bytes_per_s=bytes_per_s)
+    played = play(items, ops * 2, rates, limit_bytes=plan.window_bytes, window_bytes=inf)
+    assert played is not None  # it may take any time
+    return played.ends_s[-1] - played.ends_s[len(uses) - 1]
 
 
 def _chain(
@@ -140,13 +88,13 @@ def _chain(
     most, and of equal ones the one furthest from those that stay."""
     window, keep = least_window(sizes), frozenset[int]()
     compute = sum(seconds for _, seconds in uses)
-    took = play(uses, sizes, Plan(keep, window), bytes_per_s)
+    took = played_s(uses, sizes, Plan(keep, window), bytes_per_s)
     yield keep
     while len(keep) < len(sizes) - 2 and took > compute * (1 + 1e-9):
         rest = [index for index in range(len(sizes)) if index not in keep]
         step = -(-len(rest) // _CANDIDATES)
         found = [
-            (play(uses, sizes, Plan(keep | {index}, window), bytes_per_s), -_distance(index, keep), index)
+            (played_s(uses, sizes, Plan(keep | {index}, window), bytes_per_s), -_distance(index, keep), index)
             for index in rest[step // 2 :: step]
         ]
         took, _, chosen = min(found)
@@ -171,10 +119,10 @@ def best_plans(
             break
         for plan in plans:
             if (nbytes := plan.device_bytes(sizes)) <= max(limits):
-                found.append((play(uses, sizes, plan, bytes_per_s), nbytes, plan))
+                found.append((played_s(uses, sizes, plan, bytes_per_s), nbytes, plan))
     whole = _whole(sizes, max(limits))
     if whole is not None:
-        found.append((play(uses, sizes, whole, bytes_per_s), whole.device_bytes(sizes), whole))
+        found.append((played_s(uses, sizes, whole, bytes_per_s), whole.device_bytes(sizes), whole))
     best = []
     for limit in limits:
         took, _, plan = min((each for each in found if each[1] <= limit), key=lambda each: each[:2])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.policy.streamed import Plan, Size, best_plans, first_plan, least_window, play
+from offload.policy.streamed import Plan, Size, best_plans, first_plan, least_window, played_s
 
 BLOCK = 466_000_000  # bytes, of Qwen2.5-7B in bf16
 WHOLE = Size(BLOCK, BLOCK)
@@ -39,7 +39,7 @@ def test_more_room_is_never_slower(blocks: list[tuple[int, float, float]], rate:
     found = [best_plans(uses, sizes, [limit], rate)[0] for limit in limits]
     for limit, (plan, seconds) in zip(limits, found, strict=True):
         assert sum(sizes[index].used for index in plan.keep) + plan.window_bytes <= limit
-        assert seconds == play(uses, sizes, plan, rate)
+        assert seconds == played_s(uses, sizes, plan, rate)
     times = [seconds for _, seconds in found]
     assert all(more <= less * (1 + 1e-9) for less, more in pairwise(times))
     assert best_plans(uses, sizes, list(limits), rate) == found
@@ -69,7 +69,7 @@ def test_blocks_that_stay_are_spread_and_not_the_first_ones() -> None:
     ((plan, _),) = best_plans(passes(blocks, 4.2e-3, 8.4e-3), [WHOLE] * blocks, [13 * BLOCK], LINK)
     first = Plan(frozenset(range(len(plan.keep))), plan.window_bytes)
     uses, sizes = passes(blocks, 4.2e-3, 8.4e-3), [WHOLE] * blocks
-    assert play(uses, sizes, plan, LINK) < play(uses, sizes, first, LINK)
+    assert played_s(uses, sizes, plan, LINK) < played_s(uses, sizes, first, LINK)
 
 
 def test_what_computes_long_enough_needs_no_block_to_stay() -> None:
