@@ -57,8 +57,8 @@ class Simulation:
     """Compute waiting for a group that it reads."""
     host_peak_bytes: int
     """The most bytes on the host at once, from where a group is queued to leave to its last read."""
-    ends_s: tuple[float, ...]
-    """When each action ended."""
+    durations_s: tuple[float, ...]
+    """Of each action, with what it computes again and its stalls."""
     peaks_bytes: tuple[int, ...]
     """The most during each action, counted as `peak_bytes`."""
 
@@ -77,7 +77,8 @@ def simulate(
     keeps: Keeps,
     restoring_room_bytes: int,
     half_room_bytes: int = 0,
-    most_s: float = float("inf"),
+    waits_s: Sequence[float] = (),
+    most_s: float = inf,
 ) -> Simulation | None:
     """Play one step; None as soon as it is seen to take longer than `most_s` seconds.
 
@@ -86,14 +87,18 @@ def simulate(
     restoring_room_bytes: how far ahead of the reader the window goes; 0 fetches only what is being read.
     half_room_bytes: of a chunk, so many bytes that its I brought back stay for its W, those that it reads
         first.
+    waits_s: before each action, in which nothing computes; () for none.
     """
     require_times(actions, compute_s)
     lives = lives_of(actions)
     require_sizes(actions, sizes)
-    step, ends = _Step(keeps, half_room_bytes), [0]
-    for action, seconds in zip(actions, compute_s, strict=True):
+    step, spans = _Step(keeps, half_room_bytes), list[tuple[int, int]]()
+    for action, seconds, wait_s in zip(actions, compute_s, waits_s or [0.0] * len(actions), strict=True):
+        if wait_s > 0:
+            step.ops.append(Op(wait_s))
+        begun = len(step.ops)
         step.add(action, sizes[action.chunk], seconds, lives[action.chunk].half_read is not None)
-        ends.append(len(step.ops))
+        spans.append((begun, len(step.ops)))
     played = play(
         step.items,
         step.ops,
@@ -105,7 +110,7 @@ def simulate(
     if played is None:
         return None
     ends_s = (0.0, *played.ends_s)
-    peaks_bytes = [max(played.peaks_bytes[start:end]) for start, end in pairwise(ends)]
+    peaks_bytes = [max(played.peaks_bytes[begun:ended]) for begun, ended in spans]
     return Simulation(
         step_s=ends_s[-1],
         compute_s=sum(compute_s),
@@ -116,7 +121,7 @@ def simulate(
         spill_stall_s=played.stall_s[D2H],
         restore_stall_s=played.stall_s[H2D],
         host_peak_bytes=step.host_peak_bytes,
-        ends_s=tuple([ends_s[end] for end in ends[1:]]),
+        durations_s=tuple([ends_s[ended] - ends_s[begun] for begun, ended in spans]),
         peaks_bytes=tuple(peaks_bytes),
     )
 

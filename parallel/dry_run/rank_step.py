@@ -36,9 +36,6 @@ MODES: dict[Mode, str] = {
     "auto": "each layer keeps, moves or computes again what costs least",
 }
 
-_NOWHERE = -1
-"""A stage that no rank has: for waits."""
-
 _AHEAD = 8
 """Microbatches whose messages are counted, at most: the most that a measured step had. What longer ones hold
 was not measured."""
@@ -62,8 +59,6 @@ class StepPlay:
     """A played step of one rank, waits for other ranks included."""
 
     result: Simulation
-    durations_s: tuple[float, ...]
-    """Seconds of each action, with what it computes again and its stalls."""
     peaks_bytes: tuple[int, ...]
     """The most on the device during each action, without what is held from step to step."""
 
@@ -145,40 +140,26 @@ class RankStep:
         taken = map(sum, zip(self.fixed_bytes, self._received_bytes, working, strict=True))
         return limit_bytes - max(taken, default=0)
 
-    def play(self, plan: RankPlan, waits_s: Sequence[float] | None = None) -> StepPlay:
+    def play(self, plan: RankPlan, waits_s: Sequence[float] = ()) -> StepPlay:
         """waits_s: before each action, for other ranks."""
-        sizes = self.sizes(plan.levels, plan.again_room_bytes)
-        compute_s = self.compute_s(plan.levels)
-        order, seconds, places = list(self.order), list(compute_s), list(range(len(compute_s)))
-        if waits_s is not None:
-            order, seconds, places = _with_waits(self.order, compute_s, waits_s)
-            sizes |= {action.chunk: [] for action in order if action.stage == _NOWHERE}
         result = simulate(
-            order,
-            sizes,
-            seconds,
+            self.order,
+            self.sizes(plan.levels, plan.again_room_bytes),
+            self.compute_s(plan.levels),
             self.rates,
             limit_bytes=plan.saved_limit_bytes,
             keeps=plan.keeps,
             restoring_room_bytes=plan.restoring_room_bytes,
             half_room_bytes=plan.half_room_bytes,
+            waits_s=waits_s,
         )
         assert result is not None  # it may take any time
-        starts = (0.0, *result.ends_s)
         working = [
             self._working_bytes(action, plan.levels[action.chunk], moves=result.moved_bytes > 0)
             for action in self.order
         ]
-        return StepPlay(
-            result=result,
-            durations_s=tuple(result.ends_s[at] - starts[at] for at in places),
-            peaks_bytes=tuple(
-                result.peaks_bytes[at] + fixed + received + working
-                for at, fixed, received, working in zip(
-                    places, self.fixed_bytes, self._received_bytes, working, strict=True
-                )
-            ),
-        )
+        peaks = zip(result.peaks_bytes, self.fixed_bytes, self._received_bytes, working, strict=True)
+        return StepPlay(result=result, peaks_bytes=tuple(map(sum, peaks)))
 
     def keep_all(self, level: int) -> RankPlan:
         """Every layer at one level, and nothing leaves."""
@@ -326,23 +307,3 @@ def _block(piece: Piece, mode: Mode) -> Block:
         w_reads=min(1.0, piece.weight_bytes / piece.saved_bytes) if piece.weight_bytes else 1.0,
         i_passes=piece.passed_bytes / piece.saved_bytes if piece.passed_bytes else 0.0,
     )
-
-
-def _with_waits(
-    order: Sequence[Action], compute_s: Sequence[float], waits_s: Sequence[float]
-) -> tuple[list[Action], list[float], list[int]]:
-    """The order with an action without bytes for each wait; and where the true actions are in it."""
-    with_waits: list[Action] = []
-    seconds: list[float] = []
-    places: list[int] = []
-    num_waits = 0
-    for action, own_s, wait_s in zip(order, compute_s, waits_s, strict=True):
-        if wait_s > 0:
-            with_waits.append(Action("F", _NOWHERE, num_waits))
-            seconds.append(wait_s)
-            num_waits += 1
-        places.append(len(with_waits))
-        with_waits.append(action)
-        seconds.append(own_s)
-    ends = [Action("B", _NOWHERE, number) for number in range(num_waits)]
-    return with_waits + ends, seconds + [0.0] * num_waits, places

@@ -64,7 +64,7 @@ def _played(
     job: Job, pairs: Sequence[tuple[RankStep, RankPlan]], send_s: Mapping[tuple[int, int], float]
 ) -> tuple[list[StepPlay], tuple[RankTimes, ...]]:
     def on_one_clock(plays: Sequence[StepPlay]) -> tuple[RankTimes, ...]:
-        seconds = [play.durations_s for play in plays]
+        seconds = [play.result.durations_s for play in plays]
         return play_pipeline(job.orders, seconds, send_s=send_s, messages=job.messages, one_line=job.one_line)
 
     plays = [step.play(plan) for step, plan in pairs]
