@@ -80,17 +80,6 @@ Keeps = frozenset[GroupKey]
 ChunkSizes = Mapping[ChunkKey, Sequence[GroupSize]]
 
 
-class Read(NamedTuple):
-    """One group read by one action. After the last read its bytes are free; an I reads most of what its W
-    will read again. after: the action of the chunk before this one. nbytes: what is read of the group."""
-
-    action_index: int
-    group: GroupKey
-    last: bool
-    after: int
-    nbytes: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
     """What the link carries, in bytes per second."""
@@ -211,32 +200,3 @@ def require_times(actions: Sequence[Action], compute_s: Sequence[float]) -> None
         raise ValueError(
             f"{len(actions)} actions and {len(compute_s)} compute times; give one time for each action"
         )
-
-
-def reads_of(actions: Sequence[Action], sizes: ChunkSizes) -> tuple[Read, ...]:
-    """Every read of the step, in order: B and I read a chunk from its last group to its first.
-
-    An I reads all but `passed_bytes`. After it its W reads from the first group to the last, of each group
-    its `w_bytes`. Without an I before it, it is the whole reverse read (stage 0 of a zero-bubble schedule:
-    leave the I that reads nothing out of the list). Raises as `lives_of`, and for a chunk without sizes.
-    """
-    lives = lives_of(actions)
-    require_sizes(actions, sizes)
-    reads: list[Read] = []
-    for at, action in enumerate(actions):
-        chunk = action.chunk
-        if action.kind == "F":
-            continue
-        forward, half_read, _ = lives[chunk]
-        groups = [(GroupKey(chunk, place), group) for place, group in enumerate(sizes[chunk])]
-        if action.kind == "W" and half_read is not None:
-            halves = [(key, group.w_bytes) for key, group in groups if group.w_bytes]
-            reads += [Read(at, key, True, half_read, nbytes) for key, nbytes in halves]
-        else:
-            whole = action.kind != "I"
-            reads += [
-                Read(at, key, whole or group.w_bytes == 0, forward, nbytes)
-                for key, group in reversed(groups)
-                if (nbytes := group.nbytes - (0 if whole else group.passed_bytes)) or not group.nbytes
-            ]
-    return tuple(reads)

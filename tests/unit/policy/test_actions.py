@@ -1,12 +1,11 @@
-"""The words of a plan: printed forms, the 1F1B order, the order of reads, and orders that no chunk can
-have."""
+"""The words of a plan: printed forms, the 1F1B order, and orders that no chunk can have."""
 
 from __future__ import annotations
 
 import pytest
 
 from bench.bound import Work, work_of
-from offload.policy.actions import Action, GroupSize, Rates, lives_of, one_f_one_b, reads_of
+from offload.policy.actions import Action, GroupSize, Rates, lives_of, one_f_one_b, require_sizes
 from tests.parsed import parse_action
 
 
@@ -39,46 +38,6 @@ def test_a_rank_outside_the_pipeline_is_refused_with_both_numbers() -> None:
         one_f_one_b(4, 4, 8)
 
 
-def test_a_backward_reads_from_the_last_group_to_the_first() -> None:
-    sizes = {(0, 0): [GroupSize("attn", 1), GroupSize("mlp", 2)]}
-    assert [(read.group.position, read.last) for read in reads_of(order("0F0 0B0"), sizes)] == [
-        (1, True),
-        (0, True),
-    ]
-
-
-def test_the_weight_half_reads_again_in_forward_order_and_only_its_reads_are_the_last() -> None:
-    sizes = {(1, 0): [GroupSize("attn", 1), GroupSize("mlp", 2)]}
-    reads = reads_of(order("1F0 1I0 1W0"), sizes)
-    assert [(read.action_index, read.group.position, read.last) for read in reads] == [
-        (1, 1, False),
-        (1, 0, False),
-        (2, 0, True),
-        (2, 1, True),
-    ]
-
-
-def test_what_the_weight_half_does_not_read_is_read_for_the_last_time_in_the_input_half() -> None:
-    sizes = {(1, 0): [GroupSize("a", 5, half_bytes=2), GroupSize("b", 7, half_bytes=0), GroupSize("c", 9)]}
-    reads = reads_of(order("1F0 1I0 1W0"), sizes)
-    assert [(read.action_index, read.group.position, read.last, read.nbytes) for read in reads] == [
-        (1, 2, False, 9),
-        (1, 1, True, 7),
-        (1, 0, False, 5),
-        (2, 0, True, 2),
-        (2, 2, True, 9),
-    ]
-    assert [item.nbytes for item in work_of(order("1F0 1I0 1W0"), sizes, [1.0] * 3)] == [21, 10, 11]
-
-
-def test_a_weight_half_without_an_input_half_is_the_whole_reverse_read() -> None:
-    sizes = {(0, 0): [GroupSize("attn", 1), GroupSize("mlp", 2)]}
-    assert [(read.group.position, read.last) for read in reads_of(order("0F0 0W0"), sizes)] == [
-        (1, True),
-        (0, True),
-    ]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -100,7 +59,12 @@ def test_an_action_without_sizes_is_named() -> None:
     with pytest.raises(
         ValueError, match=r"action 0, 0F0, has no group sizes; sizes has 0 chunks, add \(0, 0\)"
     ):
-        reads_of(order("0F0 0B0"), {})
+        require_sizes(order("0F0 0B0"), {})
+
+
+def test_work_reads_in_the_input_half_what_the_weight_half_does_not() -> None:
+    sizes = {(1, 0): [GroupSize("a", 5, half_bytes=2), GroupSize("b", 7, half_bytes=0), GroupSize("c", 9)]}
+    assert [item.nbytes for item in work_of(order("1F0 1I0 1W0"), sizes, [1.0] * 3)] == [21, 10, 11]
 
 
 def test_work_counts_a_split_backward_at_its_weight_half() -> None:

@@ -108,6 +108,10 @@ def test_between_the_halves_of_a_split_backward_what_came_back_is_dropped_and_fe
     assert [result.spill_stall_s, result.restore_stall_s] == pytest.approx([1.0, 3.0])
 
 
+def test_a_weight_half_without_an_input_half_is_the_whole_reverse_read() -> None:
+    assert one_pass(10, 10, text="0F0 0W0") == one_pass(10, 10, text="0F0 0B0")
+
+
 def test_a_group_larger_than_the_limit_shows_in_the_peak() -> None:
     result = one_pass(5, 0)
     assert result.peak_bytes == 10
