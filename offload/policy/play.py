@@ -25,8 +25,8 @@ otherwise; `peaks_bytes` says so.
               first. It is fetched ahead again only in an op of its own reader
     free      after the last need, at the end of the compute; if it was on its way out, when room is needed
               and the copy has ended
-    home      what lives on the host is dropped without a copy, and before the rest: what is needed last
-              first, and for a fetch ahead only what is needed later than that
+    home      what lives on the host and is not in use is dropped without a copy once no copy out is in
+              flight: what is needed last first, and for a fetch ahead only what is needed after it
 """
 
 from __future__ import annotations
@@ -85,27 +85,6 @@ class Op(NamedTuple):
     looks: bool = True
 
 
-def play(
-    items: Sequence[Item],
-    ops: Sequence[Op],
-    rates: Rates,
-    *,
-    limit_bytes: int,
-    window_bytes: float,
-    most_s: float = inf,
-) -> Player | None:
-    """Play one step; None as soon as it is seen to take longer than `most_s` seconds. window_bytes: how far
-    ahead of the reader the window goes; 0 fetches only what is being read."""
-    player = Player(items, ops, rates, limit_bytes, window_bytes)
-    left_s = sum([op.seconds for op in ops])
-    for op in ops:
-        player.do(op)
-        left_s -= op.seconds
-        if player.now_s + left_s > most_s:
-            return None
-    return player
-
-
 # where an item's bytes are, as the host knows it; plain numbers, since most of the time of a search is here
 _GONE, _HERE, _LEAVING, _WANTED, _READ_LEAVING, _AWAY, _BACK = range(7)
 """GONE: dead, or not made. HERE: on the device, and never left. LEAVING: queued on d2h, or there. WANTED: as
@@ -114,10 +93,13 @@ still read it. AWAY: dropped from the device. BACK: a copy in was issued; the ho
 
 
 class Player:
-    """The clock of compute, the link, and where every item is.
+    """One step: the clock of compute, the link, and where every item is.
 
-    ends_s, peaks_bytes: of each op, its end and the most on the device, with claims. stall_s: compute waiting
-    for copies, moved_bytes: what they copied, both by direction.
+    limit_bytes: of items on the device, and claims. window_bytes: how far ahead of the reader the window
+    goes; 0 fetches only what is being read.
+
+    ends_s, peaks_bytes: of each op, its end and the most on the device, with claims. stall_s, moved_bytes: by
+    direction, compute waiting for copies and what they copied.
     """
 
     def __init__(
@@ -126,7 +108,7 @@ class Player:
         self.now_s = 0.0
         self.ends_s, self.peaks_bytes = list[float](), list[int]()
         self.stall_s, self.moved_bytes = [0.0, 0.0], [0, 0]  # by direction
-        self._items = items
+        self._items, self._ops = items, ops
         self._limit_bytes = limit_bytes
         self._window_bytes = window_bytes
         self._link = Link(rates)
@@ -139,8 +121,8 @@ class Player:
         self._spills: deque[int] = deque()
         self._unread: dict[int, int] = {}  # what the window holds, with the places of the needs
         self._dropped: dict[Hashable, int] = {}  # the first of those of each reader that made room
-        # of what has its home on the host: the places of its needs, and of what is here and not in use the
-        # next one, in the window or beyond it
+        # of what has its home on the host: the places of its needs, and the next one of what is here, beyond
+        # the window and not in use
         self._places: dict[int, deque[int]] = {at: deque() for at, item in enumerate(items) if item.home}
         self._later: dict[int, int] = {}
         self._grows = any([(need.left or 0) > need.nbytes for need in self._needs])
@@ -149,8 +131,17 @@ class Player:
                 if need.item in self._places:
                     self._places[need.item].append(place)
 
-    def do(self, op: Op) -> None:
-        """The next op of the step."""
+    def play(self, most_s: float = inf) -> bool:
+        """All ops; False as soon as they are seen to take longer than `most_s` seconds."""
+        left_s = sum([op.seconds for op in self._ops])
+        for op in self._ops:
+            self._do(op)
+            left_s -= op.seconds
+            if self.now_s + left_s > most_s:
+                return False
+        return True
+
+    def _do(self, op: Op) -> None:
         seconds, needs, makes, reader, claims, reads_first, frees, looks = op
         self._num_begun += 1
         self._peak_bytes = self._device_bytes + self._claimed_bytes

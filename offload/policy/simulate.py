@@ -33,7 +33,7 @@ from offload.policy.actions import (
     require_times,
 )
 from offload.policy.link_model import D2H, H2D
-from offload.policy.play import Item, Need, Op, play
+from offload.policy.play import Item, Need, Op, Player
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,15 +99,8 @@ def simulate(
         begun = len(step.ops)
         step.add(action, sizes[action.chunk], seconds, lives[action.chunk].half_read is not None)
         spans.append((begun, len(step.ops)))
-    played = play(
-        step.items,
-        step.ops,
-        rates,
-        limit_bytes=limit_bytes,
-        window_bytes=restoring_room_bytes,
-        most_s=most_s,
-    )
-    if played is None:
+    played = Player(step.items, step.ops, rates, limit_bytes, restoring_room_bytes)
+    if not played.play(most_s):
         return None
     ends_s = (0.0, *played.ends_s)
     peaks_bytes = [max(played.peaks_bytes[begun:ended]) for begun, ended in spans]
@@ -135,9 +128,8 @@ class _Step:
         self.recompute_s, self.host_peak_bytes = 0.0, 0
         self._keeps, self._half_room_bytes = keeps, half_room_bytes
         self._host_bytes: dict[ChunkKey, int] = {}
-        self._first: dict[ChunkKey, int] = {}  # a chunk's first item
+        self._items: dict[ChunkKey, list[int]] = {}  # its groups, and what an I leaves of what it made again
         self._ends: dict[ChunkKey, tuple[int, int]] = {}  # the first and the last op of its last action
-        self._left: dict[ChunkKey, list[int]] = {}  # items that an I leaves of what it computed again
 
     def add(self, action: Action, groups: Sequence[GroupSize], seconds: float, is_split: bool) -> None:
         """is_split: the chunk's backward is an I and a W. Raises as `lives_of`."""
@@ -153,7 +145,8 @@ class _Step:
         self._ends[chunk] = begun, len(self.ops) - 1
 
     def _forward(self, chunk: ChunkKey, groups: Sequence[GroupSize], seconds: float) -> None:
-        first = self._first[chunk] = len(self.items)
+        first = len(self.items)
+        self._items[chunk] = [*range(first, first + len(groups))]
         spread = _spread(seconds, groups, [group.nbytes for group in groups])
         self._host_bytes[chunk] = 0
         for place, (group, own_s) in enumerate(zip(groups, spread, strict=True)):
@@ -165,9 +158,8 @@ class _Step:
 
     def _read(self, chunk: ChunkKey, groups: Sequence[GroupSize], seconds: float, half: str) -> None:
         """half: of a split backward, I or W; else ""."""
-        first = self._first[chunk]
         needs = self._needs(chunk, groups, half)
-        own = [groups[need.item - first] for need in needs]
+        own = [groups[need.item - self._items[chunk][0]] for need in needs]
         spread = _spread(seconds, own, [need.nbytes for need in needs])
         claims = 0
         regions = [group.region for group in own]
@@ -183,21 +175,21 @@ class _Step:
             own_s = sum(spread[start:end]) + again_s
             self.ops.append(Op(own_s, needs[start:end], (), chunk, claims, region, (), not region))
             if half == "I" and (nbytes := sum([group.left_bytes for group in run])):
-                self._left.setdefault(chunk, []).append(len(self.items))
+                self._items[chunk].append(len(self.items))
                 self.ops.append(Op(0.0, (), (len(self.items),), None, 0, looks=False))
                 self.items.append(Item(nbytes, leaves=False))
         if claims or half:
             # a graph that an I has read ends with its W
-            frees = [*range(first, first + len(groups)), *self._left.get(chunk, ())] if half == "W" else ()
+            frees = self._items[chunk] if half == "W" else ()
             self.ops.append(Op(0.0 if needs else seconds, claims=0, frees=frees))
 
     def _needs(self, chunk: ChunkKey, groups: Sequence[GroupSize], half: str) -> list[Need]:
-        (begun, after), first = self._ends[chunk], self._first[chunk]
+        (begun, after), items = self._ends[chunk], self._items[chunk]
         if not half:
-            return [Need(item, group.nbytes, None, after) for item, group in enumerate(groups, first)][::-1]
+            return [Need(item, groups[at].nbytes, None, after) for at, item in enumerate(items)][::-1]
         needs: list[Need] = []
         ends = accumulate([group.w_bytes for group in groups])
-        for item, (group, end) in enumerate(zip(groups, ends, strict=True), first):
+        for item, group, end in zip(items, groups, ends, strict=False):
             w_bytes = group.w_bytes
             stays = end <= self._half_room_bytes  # the W reads it first, and the I last
             if half == "I":

@@ -14,7 +14,7 @@ from math import inf
 from typing import NamedTuple
 
 from offload.policy.actions import Rates
-from offload.policy.play import Item, Need, Op, play
+from offload.policy.play import Item, Need, Op, Player
 
 _WINDOWS = 4
 """Windows that are compared: of two blocks, and of one, two and three more."""
@@ -76,30 +76,30 @@ def played_s(
             ops.append(Op(seconds, (need,), reads_first=True, frees=(block,)))
     items = [Item(size.used, leaves=False, home=True) for size in sizes]
     rates = Rates(d2h_bytes_per_s=bytes_per_s, h2d_bytes_per_s=bytes_per_s)
-    played = play(items, ops * 2, rates, limit_bytes=plan.window_bytes, window_bytes=inf)
-    assert played is not None  # it may take any time
-    return played.ends_s[-1] - played.ends_s[len(uses) - 1]
+    player = Player(items, ops * 2, rates, plan.window_bytes, inf)
+    player.play()
+    return player.now_s - player.ends_s[len(uses) - 1]
 
 
 def _chain(
     uses: Sequence[tuple[int, float]], sizes: Sequence[Size], bytes_per_s: float
-) -> Iterator[frozenset[int]]:
-    """Sets of blocks that stay, each one block more than the one before: the block that shortens the step
-    most, and of equal ones the one furthest from those that stay."""
+) -> Iterator[tuple[float, frozenset[int]]]:
+    """Sets of blocks that stay, after their step's seconds with the least window. Each is one block more than
+    the one before: the block that shortens the step most, and of equal ones the one furthest from those that
+    stay."""
     window, keep = least_window(sizes), frozenset[int]()
     compute = sum(seconds for _, seconds in uses)
     took = played_s(uses, sizes, Plan(keep, window), bytes_per_s)
-    yield keep
+    yield took, keep
     while len(keep) < len(sizes) - 2 and took > compute * (1 + 1e-9):
         rest = [index for index in range(len(sizes)) if index not in keep]
         step = -(-len(rest) // _CANDIDATES)
-        found = [
+        took, _, chosen = min(
             (played_s(uses, sizes, Plan(keep | {index}, window), bytes_per_s), -_distance(index, keep), index)
             for index in rest[step // 2 :: step]
-        ]
-        took, _, chosen = min(found)
+        )
         keep = keep | {chosen}
-        yield keep
+        yield took, keep
 
 
 def _distance(index: int, keep: Collection[int]) -> int:
@@ -111,20 +111,21 @@ def best_plans(
 ) -> list[tuple[Plan, float]]:
     """For each limit the plan with the shortest step that fits it, and its seconds; of equal ones the one
     that takes fewest bytes."""
-    least, largest = least_window(sizes), max(size.used for size in sizes)
-    found: list[tuple[float, int, Plan]] = []
-    for keep in _chain(uses, sizes, bytes_per_s):
-        plans = [Plan(keep, least + more * largest) for more in range(_WINDOWS)]
-        if plans[0].device_bytes(sizes) > max(limits):
+    least, most, found = least_window(sizes), max(limits), list[tuple[float, int, Plan]]()
+
+    def note(plan: Plan, took: float | None = None) -> bool:
+        """Whether it fits any limit. took: its step, if it was played."""
+        if (nbytes := plan.device_bytes(sizes)) > most:
+            return False
+        found.append((played_s(uses, sizes, plan, bytes_per_s) if took is None else took, nbytes, plan))
+        return True
+
+    for took, keep in _chain(uses, sizes, bytes_per_s):
+        if not note(Plan(keep, least), took):
             break
-        for plan in plans:
-            if (nbytes := plan.device_bytes(sizes)) <= max(limits):
-                found.append((played_s(uses, sizes, plan, bytes_per_s), nbytes, plan))
-    whole = _whole(sizes, max(limits))
-    if whole is not None:
-        found.append((played_s(uses, sizes, whole, bytes_per_s), whole.device_bytes(sizes), whole))
-    best = []
-    for limit in limits:
-        took, _, plan = min((each for each in found if each[1] <= limit), key=lambda each: each[:2])
-        best.append((plan, took))
-    return best
+        for more in range(1, _WINDOWS):
+            note(Plan(keep, least + more * max(size.used for size in sizes)))
+    if (whole := _whole(sizes, most)) is not None:
+        note(whole)
+    best = [min((each for each in found if each[1] <= limit), key=lambda each: each[:2]) for limit in limits]
+    return [(plan, took) for took, _, plan in best]
