@@ -243,7 +243,7 @@ class Player:
                 at[item] = _WANTED
                 self._unread[item] = fetch
             elif at[item] == _AWAY:
-                if not (self._has_room_to_grow(need) and self._make_room(need.nbytes, ahead=True)):
+                if not self._make_room(need.nbytes, need):
                     break
                 self._fetch(need)
                 self._unread[item] = fetch
@@ -254,22 +254,23 @@ class Player:
 
     def _has_room_to_grow(self, need: Need) -> bool:
         """Whether what is needed first, and is here or comes, fits beside what one of it grows by."""
-        if not self._grows:
-            return True
-        coming = [(need, need.nbytes)]
-        coming += [(self._needs[place], self._here[item]) for item, place in self._unread.items()]
-        grown_bytes = max([need.left or 0 for need, nbytes in coming if (need.left or 0) > nbytes], default=0)
-        return sum([nbytes for _, nbytes in coming]) + grown_bytes <= self._limit_bytes
+        coming = [(need.nbytes, need.left or 0)]
+        for item, place in self._unread.items():
+            coming.append((self._here[item], self._needs[place].left or 0))
+        grown_bytes = max([grown if grown > nbytes else 0 for nbytes, grown in coming])
+        return sum([nbytes for nbytes, _ in coming]) + grown_bytes <= self._limit_bytes
 
     def _fetch(self, need: Need) -> None:
         self._take(need.nbytes)
         self._here[need.item], self._at[need.item] = need.nbytes, _BACK
         self._issue(H2D, need.item, need.nbytes)
 
-    def _make_room(self, nbytes: int, ahead: bool = False) -> bool:
+    def _make_room(self, nbytes: int, ahead: Need | None = None) -> bool:
         """Compute waits for the oldest spills until `nbytes` fit; False if they do not although nothing is in
-        flight. ahead: they are fetched ahead, for which nothing that is needed sooner is dropped."""
+        flight. ahead: for this need, before its op; so nothing that is needed sooner is dropped."""
         limit_bytes = self._limit_bytes - self._claimed_bytes - nbytes
+        if self._device_bytes <= limit_bytes and not (ahead and self._grows):
+            return True
         while self._device_bytes > limit_bytes and self._spills:
             item = self._spills.popleft()
             where = self._at[item]
@@ -278,13 +279,15 @@ class Player:
                 self._device_bytes -= self._here[item]
                 self._at[item] = _AWAY if where == _LEAVING else _GONE
         later = self._later
-        if ahead and self._device_bytes - sum([self._here[item] for item in later]) > limit_bytes:
-            return False
+        if ahead is not None:
+            enough = self._device_bytes - sum([self._here[item] for item in later]) <= limit_bytes
+            if not enough or (self._grows and not self._has_room_to_grow(ahead)):
+                return False
         while later and self._device_bytes > limit_bytes:
             item = max(later, key=later.__getitem__)
             self._drop(item, later.pop(item))
         unread = self._unread
-        while not ahead and unread and self._device_bytes > limit_bytes:
+        while ahead is None and unread and self._device_bytes > limit_bytes:
             wanted = next((item for item in unread if self._at[item] == _WANTED), None)
             if wanted is not None:
                 item = wanted

@@ -158,8 +158,8 @@ class _Step:
 
     def _read(self, chunk: ChunkKey, groups: Sequence[GroupSize], seconds: float, half: str) -> None:
         """half: of a split backward, I or W; else ""."""
-        needs = self._needs(chunk, groups, half)
-        own = [groups[need.item - self._items[chunk][0]] for need in needs]
+        needs, items = self._needs(chunk, groups, half), self._items[chunk]
+        own = [groups[need.item - items[0]] for need in needs]
         spread = _spread(seconds, own, [need.nbytes for need in needs])
         claims = 0
         regions = [group.region for group in own]
@@ -175,12 +175,12 @@ class _Step:
             own_s = sum(spread[start:end]) + again_s
             self.ops.append(Op(own_s, needs[start:end], (), chunk, claims, region, (), not region))
             if half == "I" and (nbytes := sum([group.left_bytes for group in run])):
-                self._items[chunk].append(len(self.items))
+                items.append(len(self.items))
                 self.ops.append(Op(0.0, (), (len(self.items),), None, 0, looks=False))
                 self.items.append(Item(nbytes, leaves=False))
         if claims or half:
             # a graph that an I has read ends with its W
-            frees = self._items[chunk] if half == "W" else ()
+            frees = items if half == "W" else ()
             self.ops.append(Op(0.0 if needs else seconds, claims=0, frees=frees))
 
     def _needs(self, chunk: ChunkKey, groups: Sequence[GroupSize], half: str) -> list[Need]:
