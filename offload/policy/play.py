@@ -86,10 +86,10 @@ class Op(NamedTuple):
 
 
 # where an item's bytes are, as the host knows it; plain numbers, since most of the time of a search is here
-_GONE, _HERE, _LEAVING, _WANTED, _READ_LEAVING, _AWAY, _BACK = range(7)
-"""GONE: dead, or not made. HERE: on the device, and never left. LEAVING: queued on d2h, or there. WANTED: as
-LEAVING, but read before its room is needed: not dropped any more. READ_LEAVING: dead, but its copy out may
-still read it. AWAY: dropped from the device. BACK: a copy in was issued; the host copy is clean."""
+_AWAY, _HERE, _LEAVING, _WANTED, _BACK = range(5)
+"""AWAY: not on the device: dropped, dead, or not made. HERE: on the device, and never left. LEAVING: queued
+on d2h, or there; dead ones, too. WANTED: as LEAVING, but read before its room is needed: not dropped any
+more. BACK: a copy in was issued; the host copy is clean."""
 
 
 class Player:
@@ -116,7 +116,7 @@ class Player:
         self._ahead_bytes = [0, *accumulate([need.nbytes for need in self._needs])]
         self._num_begun = self._num_ended = self._next_need = self._next_fetch = 0
         self._device_bytes = self._claimed_bytes = self._peak_bytes = 0
-        self._at = [_AWAY if item.home else _GONE for item in items]
+        self._at = [_AWAY] * len(items)
         self._here = [0] * len(items)  # bytes on the device
         self._spills: deque[int] = deque()
         self._unread: dict[int, int] = {}  # what the window holds, with the places of the needs
@@ -198,8 +198,6 @@ class Player:
             self._free(item)
         elif self._at[item] == _BACK and left_bytes < self._here[item]:
             self._keep(item, left_bytes)
-            if left_bytes == 0:
-                self._at[item] = _AWAY
         self._next_need += 1
         if self._next_fetch < self._next_need:
             self._next_fetch = self._next_need
@@ -211,6 +209,8 @@ class Player:
         self._device_bytes -= freed_bytes
         if self._claimed_bytes:
             self._claimed_bytes += freed_bytes
+        if nbytes == 0:
+            self._at[item] = _AWAY
 
     def _free(self, item: int) -> None:
         where = self._at[item]
@@ -222,9 +222,8 @@ class Player:
             (self._unread if place < self._next_fetch else self._later)[item] = place
         elif where in (_HERE, _BACK):
             self._keep(item, 0)
-            self._at[item] = _GONE
         elif where in (_LEAVING, _WANTED):
-            self._at[item] = _READ_LEAVING
+            self._at[item] = _LEAVING
             # twice in the queue if still there: the earlier one frees it, the later one finds it gone
             self._spills.append(item)
 
@@ -273,11 +272,10 @@ class Player:
             return True
         while self._device_bytes > limit_bytes and self._spills:
             item = self._spills.popleft()
-            where = self._at[item]
-            if where in (_LEAVING, _READ_LEAVING):
+            if self._at[item] == _LEAVING:
                 self._wait(D2H, item)
                 self._device_bytes -= self._here[item]
-                self._at[item] = _AWAY if where == _LEAVING else _GONE
+                self._at[item] = _AWAY
         later = self._later
         if ahead is not None:
             enough = self._device_bytes - sum([self._here[item] for item in later]) <= limit_bytes
