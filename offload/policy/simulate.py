@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import inf
 
 from offload.policy.actions import (
@@ -161,27 +161,32 @@ class _Step:
         needs, items = self._needs(chunk, groups, half), self._items[chunk]
         own = [groups[need.item - items[0]] for need in needs]
         spread = _spread(seconds, own, [need.nbytes for need in needs])
-        claims = 0
-        regions = [group.region for group in own]
-        starts = [
-            at for at, region in enumerate(regions) if not (at and region and region == regions[at - 1])
-        ]
-        for start, end in pairwise((*starts, len(own))):
-            run = own[start:end]
-            again_s = sum([group.again_s for group in run])
-            self.recompute_s += again_s
-            region = regions[start] > 0
-            claims = sum([group.again_bytes for group in run]) if region else 0
-            own_s = sum(spread[start:end]) + again_s
-            self.ops.append(Op(own_s, needs[start:end], (), chunk, claims, region, (), not region))
-            if half == "I" and (nbytes := sum([group.left_bytes for group in run])):
-                items.append(len(self.items))
-                self.ops.append(Op(0.0, (), (len(self.items),), None, 0, looks=False))
-                self.items.append(Item(nbytes, leaves=False))
-        if claims or half:
+        region = left_bytes = 0
+        for group, need, own_s in zip(own, needs, spread, strict=True):
+            own_s += group.again_s
+            self.recompute_s += group.again_s
+            if group.region and group.region == region:
+                own_s += self.ops[-1].seconds
+                claims = (self.ops[-1].claims or 0) + group.again_bytes
+                self.ops[-1] = Op(own_s, (*self.ops[-1].needs, need), (), chunk, claims, True, (), False)
+            else:
+                self._leave(items, left_bytes)
+                region, left_bytes = group.region, 0
+                claims = group.again_bytes if region else 0
+                self.ops.append(Op(own_s, (need,), (), chunk, claims, region > 0, (), not region))
+            left_bytes += group.left_bytes if half == "I" else 0
+        self._leave(items, left_bytes)
+        if region or half:
             # a graph that an I has read ends with its W
             frees = items if half == "W" else ()
             self.ops.append(Op(0.0 if needs else seconds, claims=0, frees=frees))
+
+    def _leave(self, items: list[int], nbytes: int) -> None:
+        """Of what was made again so much stays, one more of a chunk's items."""
+        if nbytes:
+            items.append(len(self.items))
+            self.ops.append(Op(0.0, (), (len(self.items),), None, 0, looks=False))
+            self.items.append(Item(nbytes, leaves=False))
 
     def _needs(self, chunk: ChunkKey, groups: Sequence[GroupSize], half: str) -> list[Need]:
         (begun, after), items = self._ends[chunk], self._items[chunk]
@@ -205,10 +210,7 @@ class _Step:
 def _spread(seconds: float, groups: Sequence[GroupSize], nbytes: Sequence[int]) -> list[float]:
     """An action's compute over its groups, by their weights, or by their bytes; evenly where there are
     neither."""
-    total = sum([group.weight for group in groups])
-    if total > 0:
-        return [seconds * group.weight / total for group in groups]
-    total_bytes = sum(nbytes)
-    if total_bytes == 0:
-        return [seconds / max(1, len(nbytes))] * len(nbytes)
-    return [seconds * of_one / total_bytes for of_one in nbytes]
+    for parts in ([group.weight for group in groups], nbytes, [1] * len(nbytes)):
+        if (total := sum(parts)) > 0:
+            return [seconds * part / total for part in parts]
+    return []
