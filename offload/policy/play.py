@@ -21,8 +21,8 @@ otherwise; `peaks_bytes` says so.
     claim     what an op makes for a while takes room within the limit until another op claims less, and with
               it what has been freed meanwhile: it is the graph's, while something is computed again
     drop      while a make, a need or a claim still does not fit, what the window holds and nobody has read
-              makes room: what is still on its way out, the oldest first, then what was fetched, the latest
-              first. It is fetched ahead again only in an op of its own reader
+              makes room: what is still on its way out, the first that the window took first, then what was
+              fetched, the latest first. It is fetched ahead again only in an op of its own reader
     free      after the last need, at the end of the compute; if it was on its way out, when room is needed
               and the copy has ended
     home      what lives on the host and is not in use is dropped without a copy once no copy out is in

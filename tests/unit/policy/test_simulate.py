@@ -289,6 +289,32 @@ def test_what_an_input_half_computes_again_may_be_left_for_its_weight_half(
     assert result.peaks_bytes == peaks
 
 
+def test_what_an_input_half_reads_last_on_its_way_out_makes_room() -> None:
+    sizes = {(0, 0): [GroupSize("a", 10, half_bytes=0)], (0, 1): [GroupSize("b", 10)]}
+    actions = order("0F0 0I0 0F1 0W0 0B1")
+    result = simulate(
+        actions, sizes, [1.0] * 5, TEN, limit_bytes=10, keeps=frozenset(), restoring_room_bytes=99
+    )
+    assert (result.peak_bytes, result.step_s) == (10, pytest.approx(5.0))
+
+
+def test_between_two_recomputes_of_an_input_half_nothing_is_fetched_into_their_room() -> None:
+    """x is read next, and has room once both claims are over: fetched between them it would make room for the
+    second one, and come twice."""
+    group = GroupSize("g", 2, again_bytes=12, half_bytes=0, left_bytes=1)
+    sizes = {(0, 0): [group._replace(region=at) for at in (1, 2)], (1, 0): [GroupSize("x", 10)]}
+    result = simulate(
+        order("1F0 0F0 0I0 0W0 1B0"),
+        sizes,
+        [1.0] * 5,
+        TEN,
+        limit_bytes=20,
+        keeps=frozenset(GroupKey((0, 0), at) for at in range(2)),
+        restoring_room_bytes=12,
+    )
+    assert (result.restored_bytes, result.peak_bytes) == (10, 17)
+
+
 @st.composite
 def some_step(
     draw: st.DrawFn, kinds: str = "B"
