@@ -77,6 +77,8 @@ class Gate:
 
     def close(self, model: nn.Module | None, optimizers: Sequence[Any]) -> Iterator[Any]:
         """Put hooks on what is parked by now; their handles."""
+        if model is not None and any(hasattr(module, "_get_fsdp_state") for module in model.modules()):
+            yield model.register_load_state_dict_pre_hook(_Hook(self._shards_load))
         for module in () if model is None else model.modules():
             if any(map(is_parked, (*module._parameters.values(), *module._buffers.values()))):
                 yield module.register_state_dict_post_hook(_Hook(self._state_of_module))
@@ -109,6 +111,11 @@ class Gate:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if is_parked(tensor) and state.get(key := prefix + name, tensor) is not tensor:
                 state[key] = host_value(tensor)
+
+    def _shards_load(self, module: nn.Module, *_: Any) -> None:
+        """Before load_state_dict() of a model with FSDP2, which reads each shard's memory behind it: nothing
+        is loaded."""
+        self._refuse(f"load_state_dict() of {type(module).__name__} under fully_shard()", "weights")
 
     def _module_loads(
         self, module: nn.Module, state: dict[str, Any], prefix: str, meta: Any, *_: Any

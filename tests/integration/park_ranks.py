@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,7 @@ def shards(engine: OffloadEngine, folder: Path) -> None:
                 refused()
         for name, value in models[1].state_dict().items():
             assert torch.equal(local(models[0].state_dict()[name]), local(value))
+        loads_shards(models, optimizers)
         if at == 1:
             weights, state = get_state_dict(models[0], optimizers[0])
             dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "saved")
@@ -101,6 +102,21 @@ def shards(engine: OffloadEngine, folder: Path) -> None:
             assert type(mine) is type(its)
             assert torch.equal(local(mine), local(its))
             assert torch.equal(local(mine.grad), local(its.grad))
+
+
+def loads_shards(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
+    """The first of each is parked: what its optimizer loads are the host's bytes. FSDP2 reads a shard's
+    memory behind a load, so one of the model is refused before its first weight."""
+    model, optimizer = models[0], optimizers[0]
+    with pytest.raises(OffloadError, match=r"load_state_dict\(\) of .* under fully_shard\(\) .*wake"):
+        model.load_state_dict({name: value * 2 for name, value in models[1].state_dict().items()})
+    other = optimizers[1].state_dict()
+    for state in other["state"].values():
+        state["exp_avg"] = state["exp_avg"] * 2
+    optimizer.load_state_dict(other)
+    for mine, its in zip(optimizer.state_dict()["state"].values(), other["state"].values(), strict=True):
+        assert torch.equal(local(mine["exp_avg"]), local(its["exp_avg"]))
+    optimizer.load_state_dict(optimizers[1].state_dict())
 
 
 def refused_calls(model: Any, parameters: list[Any], optimizer: Optimizer) -> list[Callable[[], object]]:
