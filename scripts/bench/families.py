@@ -9,6 +9,7 @@ small that launching its kernels takes longer than they do. No plan is tuned to 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -209,8 +210,9 @@ def _eva02(tiny: bool) -> tuple[nn.Module, int]:
 
 def _readme(setting: Setting) -> Made:
     """README's first example, as printed."""
-    width, rows = setting.size(128, 32), setting.size(8192, 8)
-    blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(32)]
+    width, rows = setting.size(2048, 32), setting.size(16384, 8)
+    parts = (nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    blocks = [nn.Sequential(*map(copy.deepcopy, parts)) for _ in range(8)]
     model = nn.Sequential(*blocks).to(setting.device)
 
     def loss(number: int) -> torch.Tensor:
@@ -436,8 +438,7 @@ OWN = {
     "convnext": Family(totals=(0.4, 0.6), shares=True, make=_images(_convnext, batch=160, side=224)),
     # attention with rotary tables, gated feed-forward, stochastic depth
     "eva02": Family(totals=(0.4, 0.6), shares=True, make=_images(_eva02, batch=96, side=224)),
-    # launch-bound
-    "readme": Family(totals=(0.25, 0.5), make=_readme, optimizer=_readme_optimizer),
+    "readme": Family(totals=(9, 16), make=_readme, optimizer=_readme_optimizer),
 }
 
 LLAMA_8B = LLAMA | {"num_hidden_layers": 32, "vocab_size": 128256, "rope_theta": 500000.0}
@@ -449,7 +450,7 @@ def _llama_8b(setting: Setting) -> Made:
 
 
 FAMILIES = {
-    "llama8b": Family(totals=(100, 32), make=_llama_8b),
+    "llama8b": Family(totals=(32, 100), make=_llama_8b),
     "llama": Family(totals=(14, 20), make=_causal, optimizer=_unchanging),
     "config": Family(totals=(14, 20), make=_causal, optimizer=_unchanging),
     **SIX,

@@ -45,10 +45,10 @@ def test_auto_stands_beside_the_rule_within_the_same_total(
     assert bench_model.main(["--tiny", *rows, "--samples", "1", "--out", str(out)]) == 0
     plain, rule, auto = results(out).values()
     assert [plain["label"], rule["row"], auto["row"]] == ["plain", "rule", "auto"]
-    assert (rule["blocks"], rule["plain_blocks"]) == (32, 32)  # a CPU tells no bytes: all of it fits
+    assert (rule["blocks"], rule["plain_blocks"]) == (8, 8)  # a CPU tells no bytes: all of it fits
     assert auto["over_rule"] == auto["step_ms"] / rule["step_ms"]
     assert auto["worst_over"] == max(auto["trace_ms"][6:]) / rule["recomputed_ms"]
-    assert (plain["hooks"], rule["hooks"]) == (0, 32)  # a replaced forward each
+    assert (plain["hooks"], rule["hooks"]) == (0, 8)  # a replaced forward each
     said = (tmp_path / "rows.explain.txt").read_text()
     assert said.splitlines()[0].split()[:2] == ["readme", auto["label"]]
     assert said.splitlines()[1] == auto["explained"].splitlines()[0]
@@ -76,7 +76,7 @@ def test_a_row_that_runs_out_of_memory_says_so_and_the_next_ones_run(
     said = capsys.readouterr().out
     assert "readme     plain  failed: OutOfMemoryError: out of memory. Tried to allocate\n" in said
     assert "readme     torch_checkpoint  failed: OutOfMemoryError: " in said
-    assert "readme     rule@0.5 of plain  skipped: its total is a share of what plain takes" in said
+    assert "readme     rule@16 of plain  skipped: its total is a share of what plain takes" in said
 
 
 def test_the_rule_recomputes_all_but_the_last_blocks_that_fit() -> None:
@@ -136,8 +136,8 @@ def test_blocks_are_the_repeated_layers_and_not_what_is_inside_of_them() -> None
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--rows", "auto,trl"], "unknown rows trl; known are plain, gc, every_second,"),
-        (["--models", "six,bloom"], "unknown models bloom; known are llama, config, gpt2,"),
+        (["--rows", "auto,peft"], "unknown rows peft; known are plain, gc, every_second,"),
+        (["--models", "six,bloom"], "unknown models bloom; known are llama8b, llama, config, gpt2,"),
         (["--device-total-gb", "12,x"], "--device-total-gb is '12,x'; must be numbers above 0, as 12,14.5"),
         (["--totals=-3"], "--totals is '-3'; must be numbers above 0"),
         (["--totals", "0.5", "--device-total-gb", "9"], "both give the totals; give one of them"),
@@ -156,7 +156,7 @@ def test_what_cannot_be_measured_is_refused_before_the_first_row(
 
 
 def test_names_for_several_models_are_those_of_the_families() -> None:
-    parsed = bench_model.parse(["--models", "six,own,llama"])
-    assert parsed.models == [*GROUPS["six"], *GROUPS["own"], "llama"]
+    parsed = bench_model.parse(["--models", "six,own,llama8b,llama"])
+    assert parsed.models == [*GROUPS["six"], *GROUPS["own"], "llama8b", "llama"]
     assert {*parsed.models, "config"} == {*FAMILIES}
     assert all(family.totals == tuple(sorted(family.totals)) for family in FAMILIES.values())
