@@ -237,10 +237,9 @@ def _compared(
                 idle = arguments == _NOTHING and row.steps and not optimizers.stepped
                 if idle and _versions_of(model) == written:
                     logger.warning(
-                        "compare(): in %s steps no optimizer stepped, and no weight of %s was written, so "
-                        "the table is not that of training; a step does all from forward to zero_grad()",
-                        row.steps,
-                        type(model).__name__,
+                        f"compare(): in {row.steps} steps no optimizer stepped, and no weight of "
+                        f"{type(model).__name__} was written, so the table is not that of training; a step "
+                        "does all from forward to zero_grad()"
                     )
             finally:
                 _clear(engine, config, put_back)

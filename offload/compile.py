@@ -62,13 +62,9 @@ class CompileReport:
             if not kept or not self._said.first(group, region):
                 continue
             logger.warning(
-                "group %r of chunk %s: %s keeps %s beside the saved-tensor hooks, which stays on the device: "
-                "an autograd.Function in it sets tensors on its ctx; let it call ctx.save_for_backward for "
-                "them",
-                group,
-                chunk,
-                region,
-                _amount(len(kept), sum(kept.values())),
+                f"group {group!r} of chunk {chunk}: {region} keeps {_amount(len(kept), sum(kept.values()))} "
+                "beside the saved-tensor hooks, which stays on the device: an autograd.Function in it sets "
+                "tensors on its ctx; let it call ctx.save_for_backward for them"
             )
 
     def replayed(self, group: str, chunk: ChunkId, tensors: int, nbytes: int) -> None:
@@ -76,13 +72,10 @@ class CompileReport:
         if not self._said.first(group, ""):
             return
         logger.warning(
-            "group %r of chunk %s: %s of what it saves stays on the device, in the memory of a CUDA graph "
-            'that torch.compile recorded (mode="reduce-overhead"): that memory is never given back, so '
-            "copying it would free nothing; compile this group in the default mode or in "
-            '"max-autotune-no-cudagraphs", or leave it out of marks and of apply()',
-            group,
-            chunk,
-            _amount(tensors, nbytes),
+            f"group {group!r} of chunk {chunk}: {_amount(tensors, nbytes)} of what it saves stays on the "
+            'device, in the memory of a CUDA graph that torch.compile recorded (mode="reduce-overhead"): '
+            "that memory is never given back, so copying it would free nothing; compile this group in the "
+            'default mode or in "max-autotune-no-cudagraphs", or leave it out of marks and of apply()'
         )
 
 

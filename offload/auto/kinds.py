@@ -147,10 +147,9 @@ def place(
         _refuse(loads, total_bytes, quantize, could_move=could_move)
     if optimizer is not None and not (moves or is_ours(optimizer)) and split != all_of(loads):
         logger.warning(
-            "the state of %s stays on the device, beside device_total=%s: mode='auto' moves state with the "
-            "optimizer's own kernel alone, that of torch's Adam or AdamW with fused=True",
-            type(optimizer).__name__,
-            bytes_text(total_bytes),
+            f"the state of {type(optimizer).__name__} stays on the device, beside "
+            f"device_total={bytes_text(total_bytes)}: mode='auto' moves state with the optimizer's own "
+            "kernel alone, that of torch's Adam or AdamW with fused=True"
         )
     if is_by_hand:
         fixed = limit_bytes or loads.least_weights
@@ -386,9 +385,7 @@ class Kinds:
         try:
             self._move(model, mine, due)
         except (torch.OutOfMemoryError, HostBudgetError) as error:
-            logger.warning(
-                "mode='auto': %s do not fit, and what was there before stays: %s", _text(due), error
-            )
+            logger.warning(f"mode='auto': {_text(due)} do not fit, and what was there before stays: {error}")
             self._failed = device_bytes(self.loads, due) - device_bytes(self.loads, before)
             self._move(model, mine, before)
 

@@ -84,11 +84,9 @@ class AutoMemory:
         if found[1] > total_bytes and self.is_measured and self._fitted:
             if self._said.first("optimizer"):
                 logger.warning(
-                    "active memory was at most %s between the end of a step's backward and the next forward, "
-                    "and device_total is %s: mode='auto' does not lower the optimizer's step. Give a larger "
-                    "total, or use a HybridDeviceOptimizer",
-                    bytes_text(found[1]),
-                    bytes_text(int(total_bytes)),
+                    f"active memory was at most {bytes_text(found[1])} between the end of a step's backward "
+                    f"and the next forward, and device_total is {bytes_text(int(total_bytes))}: mode='auto' "
+                    "does not lower the optimizer's step. Give a larger total, or use a HybridDeviceOptimizer"
                 )
         elif found[1] > total_bytes and self._limited and not self.is_measured:
             self.is_measured = True  # a step has passed it although the plan was settled
@@ -146,11 +144,10 @@ class AutoMemory:
         counts = is_planned or self.has_no_room or self._unplanned > _MAY_BE_REFUSED
         if peak_bytes > most_bytes and counts and self._said.first("passed"):
             logger.warning(
-                "a step had %s on the device, and device_total is %s: it took more than the steps that "
-                "were measured, and others of its kind will. Later plans count it. Where the device does not "
-                "have that much, give a smaller total",
-                bytes_text(peak_bytes),
-                bytes_text(total.total_bytes),
+                f"a step had {bytes_text(peak_bytes)} on the device, and device_total is "
+                f"{bytes_text(total.total_bytes)}: it took more than the steps that were measured, and "
+                "others of its kind will. Later plans count it. Where the device does not have that much, "
+                "give a smaller total"
             )
         if not self.is_measured:
             return True

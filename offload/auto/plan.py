@@ -363,10 +363,8 @@ def _timed(choose: Callable[..., MixedPlan], work: StepWork) -> Callable[[Callab
         began_s = time.perf_counter()
         plan = choose(rest_s=work.rest_s, rest=rest)
         logger.info(
-            "auto: planned in %.0f ms: step %.1f ms, of which %.1f plain compute",
-            (time.perf_counter() - began_s) * 1e3,
-            plan.predicted.step_s * 1e3,
-            plan.plain_s * 1e3,
+            f"auto: planned in {(time.perf_counter() - began_s) * 1e3:.0f} ms: step "
+            f"{plan.predicted.step_s * 1e3:.1f} ms, of which {plan.plain_s * 1e3:.1f} plain compute"
         )
         return plan
 

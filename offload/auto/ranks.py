@@ -45,11 +45,10 @@ class AutoRanks:
             is_odd = self._guessed_ends > _GUESSED_ENDS and not self._announced_ends
             if is_odd and self._said.first("guessed"):
                 logger.warning(
-                    "blocks communicate with ranks %s, which are to follow one plan, and no optimizer's "
-                    "step() ends a step: its end is guessed, at moments that may differ by rank. "
-                    "mode='auto' recomputes every block until all of these ranks call offload.step_end() "
-                    "after each step",
-                    sorted(calls.peers),
+                    f"blocks communicate with ranks {sorted(calls.peers)}, which are to follow one plan, and "
+                    "no optimizer's step() ends a step: its end is guessed, at moments that may differ by "
+                    "rank. mode='auto' recomputes every block until all of these ranks call "
+                    "offload.step_end() after each step"
                 )
             return False
         if not is_point(self._announced_ends):
@@ -86,9 +85,8 @@ class AutoRanks:
             plan.follow_none()
             if self._said.first("shapes"):
                 logger.warning(
-                    "blocks of ranks %s communicate, and the ranks run other forwards or in another order: "
-                    "no plan is for all of them, and mode='auto' recomputes every block",
-                    sorted(found),
+                    f"blocks of ranks {sorted(found)} communicate, and the ranks run other forwards or in "
+                    "another order: no plan is for all of them, and mode='auto' recomputes every block"
                 )
             return
         least = {rank: room.limit_bytes for rank, room in found.items() if room.limit_bytes is not None}

@@ -82,11 +82,9 @@ class BuffersBefore:
                 if is_written:  # earlier forwards left it alone, so there is no clone of it
                     known[which] = True
                     logger.warning(
-                        "buffer %r of a %s was written in a forward that is recomputed, and in none before: "
-                        "this one recompute starts from its value in the backward, and writes it again; "
-                        "later ones do not",
-                        name,
-                        type(owner).__name__,
+                        f"buffer {name!r} of a {type(owner).__name__} was written in a forward that is "
+                        "recomputed, and in none before: this one recompute starts from its value in the "
+                        "backward, and writes it again; later ones do not"
                     )
             elif learns and not known.get(which):
                 known[which] = is_written or not _are_equal(*self.clones[id(tensor)])

@@ -94,19 +94,16 @@ class KeepReport:
             missing = [name for name in entry.names if name not in entry.matched]
             if not entry.matched:
                 logger.warning(
-                    "selective_contexts() kept nothing: %s checkpointed forwards called none of %s, so they "
-                    "are recomputed whole. They called %s (what torch.compile has fused calls none). Ask "
-                    "for some of those, by selective_contexts() in a checkpoint of your own; of "
-                    "mode='selective' the operators are fixed, and mode='auto' keeps what pays",
-                    f"{entry.regions:,}",
-                    _listed(entry.names),
-                    _listed(entry.called),
+                    f"selective_contexts() kept nothing: {entry.regions:,} checkpointed forwards called none "
+                    f"of {_listed(entry.names)}, so they are recomputed whole. They called "
+                    f"{_listed(entry.called)} (what torch.compile has fused calls none). Ask for some of "
+                    "those, by selective_contexts() in a checkpoint of your own; of mode='selective' the "
+                    "operators are fixed, and mode='auto' keeps what pays"
                 )
             elif missing:
                 logger.info(
-                    "selective_contexts() keeps %s; not called: %s",
-                    _listed(sorted(entry.matched)),
-                    _listed(missing),
+                    f"selective_contexts() keeps {_listed(sorted(entry.matched))}; not called: "
+                    f"{_listed(missing)}"
                 )
 
 

@@ -117,9 +117,8 @@ def unpatch_hidden_states_offload() -> None:
             setattr(torch_checkpoint, name, original)
         else:
             logger.warning(
-                "torch.utils.checkpoint.%s was replaced by somebody else after "
-                "patch_hidden_states_offload(), and stays as it is; undo the latest patch first",
-                name,
+                f"torch.utils.checkpoint.{name} was replaced by somebody else after "
+                "patch_hidden_states_offload(), and stays as it is; undo the latest patch first"
             )
     _replaced.clear()
 
@@ -153,9 +152,9 @@ def _check_model(model: nn.Module) -> None:
             "offload.apply(model, mode='hidden_states'), which has no such limit"
         )
     logger.warning(
-        "%s has an adapter: checkpoints compute its frozen layers twice. offload.apply(model, mode=True) "
-        "offloads instead of recomputing, which is faster where the link keeps up",
-        type(model).__name__,
+        f"{type(model).__name__} has an adapter: checkpoints compute its frozen layers twice. "
+        "offload.apply(model, mode=True) offloads instead of recomputing, which is faster where the link "
+        "keeps up"
     )
 
 

@@ -159,10 +159,9 @@ class Conductor(ConductorRuntime):
     def _say_failed(self, error: Exception) -> None:
         if self._said.first("failed"):
             logger.warning(
-                "the conductor failed (%s: %s): this copy, or phase, goes on as without one; a rule or an "
-                "adapter of your own raised, or its telemetry_file cannot be written",
-                type(error).__name__,
-                error,
+                f"the conductor failed ({type(error).__name__}: {error}): this copy, or phase, goes on as "
+                "without one; a rule or an adapter of your own raised, or its telemetry_file cannot be "
+                "written"
             )
 
     # -- phases ----------------------------------------------------------------------------------------------

@@ -109,9 +109,8 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         state.log_history[-1].update(figures)
         if figures and not self._is_first and args.report_to and self._said.first("behind"):
             logger.warning(
-                "figures do not reach %s, which stand before this callback: use "
-                "OffloadCallback(...).add_to(trainer) instead of callbacks=; log_history has them",
-                ", ".join(args.report_to),
+                f"figures do not reach {', '.join(args.report_to)}, which stand before this callback: use "
+                "OffloadCallback(...).add_to(trainer) instead of callbacks=; log_history has them"
             )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:

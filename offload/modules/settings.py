@@ -88,8 +88,8 @@ def forget_compiled(model: nn.Module) -> None:
     if compiled or compiler.utils.counters["frames"]["total"]:
         torch.compiler.reset()
         logger.info(
-            "compiled code of this process is dropped, so that what calls %s is traced again with its hooks",
-            type(model).__name__,
+            f"compiled code of this process is dropped, so that what calls {type(model).__name__} is traced "
+            "again with its hooks"
         )
 
 
@@ -132,11 +132,10 @@ def switch_caches_off(model: nn.Module, others: Sequence[Any]) -> list[Any]:
         config.use_cache = False
     if found:
         logger.warning(
-            "%s: use_cache of its config is False until remove(), which sets it to True again, because its "
-            "blocks are recomputed and would fill the cache twice. Results are those of use_cache=False, "
-            "which set before apply() gives the same without offload; generate() has its own setting, and a "
-            "config that is saved before then says so too",
-            type(model).__name__,
+            f"{type(model).__name__}: use_cache of its config is False until remove(), which sets it to True "
+            "again, because its blocks are recomputed and would fill the cache twice. Results are those of "
+            "use_cache=False, which set before apply() gives the same without offload; generate() has its "
+            "own setting, and a config that is saved before then says so too"
         )
     return found + shared
 
@@ -150,19 +149,16 @@ def mind_adapters(model: nn.Module, mode: Mode) -> list[nn.Module]:
         return []
     if mode in ("checkpoint", "hidden_states"):
         logger.warning(
-            "%s has an adapter and frozen weights: mode=%r computes the frozen layers twice. mode=True "
-            "offloads instead of recomputing, which is faster where the link keeps up",
-            type(model).__name__,
-            mode,
+            f"{type(model).__name__} has an adapter and frozen weights: mode={mode!r} computes the frozen "
+            "layers twice. mode=True offloads instead of recomputing, which is faster where the link keeps up"
         )
     checkpoints = [module for module in model.modules() if is_checkpointing(module)]
     if mode in ALL_TENSORS and checkpoints:
         for module in checkpoints:  # what they checkpoint with stays as the user has set it
             module.gradient_checkpointing = False  # type: ignore[assignment]
         logger.warning(
-            "%s has an adapter and gradient checkpointing: its checkpoints are switched off until remove(), "
-            "and its saved tensors leave instead of being recomputed",
-            type(model).__name__,
+            f"{type(model).__name__} has an adapter and gradient checkpointing: its checkpoints are switched "
+            "off until remove(), and its saved tensors leave instead of being recomputed"
         )
         return checkpoints
     return []

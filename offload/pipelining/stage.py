@@ -184,10 +184,9 @@ class _StageRoot(Root):
 def _warn_without_manager(stage: int) -> None:
     if _said.first("no manager"):
         logger.warning(
-            "stage %d announces its chunks to nobody, so nothing leaves: this process has no manager. Before "
-            "the first step call offload.apply(module) for each stage's module, or offload.configure(...) if "
-            "its layers carry marks; announcer=None says that nothing is to leave",
-            stage,
+            f"stage {stage} announces its chunks to nobody, so nothing leaves: this process has no manager. "
+            "Before the first step call offload.apply(module) for each stage's module, or "
+            "offload.configure(...) if its layers carry marks; announcer=None says that nothing is to leave"
         )
 
 

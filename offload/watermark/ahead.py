@@ -212,12 +212,11 @@ class ForecastOrder(ActivationScheduler):
         if not self._said:  # a host that is full is a reason that has been said
             self._said.first("passed")
             logger.warning(
-                "%s of the device are allocated, the high mark is %s, and no more saved tensors "
-                "can leave: the rest is weights, gradients, optimizer state, what operators use, and tensors "
-                "that never leave. Where that is so the mark does not hold, which is counted as times_over; "
-                "raise the mark (high=, vram_high_watermark_mb), or make the rest smaller",
-                bytes_text(allocated),
-                bytes_text(self.budget.high_bytes),
+                f"{bytes_text(allocated)} of the device are allocated, the high mark is "
+                f"{bytes_text(self.budget.high_bytes)}, and no more saved tensors can leave: the rest is "
+                "weights, gradients, optimizer state, what operators use, and tensors that never leave. "
+                "Where that is so the mark does not hold, which is counted as times_over; raise the mark "
+                "(high=, vram_high_watermark_mb), or make the rest smaller"
             )
 
     def relieve(self) -> None:

@@ -292,11 +292,9 @@ class StagehandScheduler:
         self.metrics.evictions += 1
         if self.residency.protection(block.name) and self._said.first("protected"):
             logger.warning(
-                "block %s is protected (keep_resident or reserve_for_resident), and was evicted all the "
-                "same: nothing else could make room below %s MiB. Raise vram_high_watermark_mb, or protect "
-                "fewer blocks",
-                block.name,
-                f"{self.budget.high_bytes / MIB:,.1f}",
+                f"block {block.name} is protected (keep_resident or reserve_for_resident), and was evicted "
+                f"all the same: nothing else could make room below {self.budget.high_bytes / MIB:,.1f} MiB. "
+                "Raise vram_high_watermark_mb, or protect fewer blocks"
             )
 
     # -- eviction --------------------------------------------------------------------------------------------
