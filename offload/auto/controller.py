@@ -9,8 +9,8 @@ fits a total of device memory and takes the least time.
     later       what is finer is tried in real steps, and followed where these are faster
 
 Here is what is done at a forward and at the end of a step. calls.py has how a call runs, policy/rule.py how
-many blocks fit, ladder.py what the next step does, memory.py what a step takes, plan.py the search's plan,
-beside.py the search on a thread, ranks.py how ranks whose blocks communicate do the same.
+many blocks fit, ladder.py what the next step does, memory.py what a step takes, plan.py the search's plan
+and its thread, ranks.py how ranks whose blocks communicate do the same.
 
 There is one plan for all models of a process that the mode is applied to: they share the device. A device
 without an allocator and a clock, as the simulated one, measures nothing: there the plan is followed as it is.

@@ -25,8 +25,7 @@ from offload.groups.halves import CallReads, HalfReads, RecomputedHalves
 from offload.groups.reports import FORWARDS_WITHOUT_END, MarkReport
 from offload.groups.seen import SeenStep, StepClock
 from offload.ids import ChunkId
-from offload.policy.actions import Action, Kind
-from offload.policy.lookahead import Lookahead
+from offload.policy.actions import Action, Kind, Lookahead
 from offload.saved.handles import Handle, SavedChunk
 from offload.transfer.block import DeviceBlock
 from offload.transfer.coming import ComingReads

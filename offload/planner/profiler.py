@@ -49,16 +49,18 @@ from offload.checkpoint.selective import CallMode
 from offload.device import Event
 from offload.engine import OffloadEngine
 from offload.planner.operators import (
+    SavedBytes,
+    UnseenWrites,
+    can_leave,
     collective_groups,
     communicates_in_place,
     draws_by_itself,
     is_attention,
     may_differ,
+    waiting_bytes,
     writes_of,
 )
 from offload.planner.profile import BlockProfile, SeenCall, TimedCall, kept_always, settled_seconds
-from offload.planner.storages import SavedBytes, can_leave, waiting_bytes
-from offload.planner.unseen import UnseenWrites
 from offload.saved.filters import is_dtensor
 from offload.transfer.layout import WeakStorage
 

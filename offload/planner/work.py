@@ -1,19 +1,24 @@
-"""A step that was seen, as the mixture's program wants it: blocks with menus, and seconds of what is around
-them.
+"""Steps that were seen, as the mixture's program wants them: blocks with menus, and seconds of what is around
+them; and which step to plan for, from the last ones.
 
-One invariant: nothing here depends on the levels that the step ran at. What its backward computed again is
-taken off, by the profile.
+One invariant: nothing here depends on the levels that a step ran at. What its backward computed again is
+taken off, by the profile. Where a step comes again as it was, the step to plan for is that one; where lengths
+vary it is the typical one (policy/lengths.py), with the blocks and seconds of a step that was timed, scaled
+to its lengths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from operator import add
 from statistics import median
 from typing import NamedTuple, Protocol
 
 from offload.policy.actions import Action, ChunkKey
+from offload.policy.lengths import STEPS, Lengths
 from offload.policy.menu import Block, Level, Menu
 
 _BACKWARD = 2.2
@@ -243,3 +248,73 @@ def _parts(read: int, passed: int, plain: int) -> ReadParts:
 
 def _timed(menu: Menu, scale: float) -> Menu:
     return tuple(level._replace(recompute_s=level.recompute_s * scale) for level in menu)
+
+
+class _Seen(NamedTuple):
+    """A step that has ended. amounts: bytes of its blocks' inputs, by chunk."""
+
+    actions: Sequence[Action]
+    ran: Mapping[ChunkKey, Sequence[Ran]]
+    amounts: Mapping[ChunkKey, float]
+
+
+class _Timed:
+    """A step whose times are known. work: made when it is first asked for; None where a chunk's blocks are
+    not known."""
+
+    def __init__(self, amounts: Mapping[ChunkKey, float], make: Callable[[], StepWork | None]) -> None:
+        self.amounts = amounts
+        self._make = make
+
+    @cached_property
+    def work(self) -> StepWork | None:
+        return self._make()
+
+
+class RecentSteps:
+    """Of one rank."""
+
+    def __init__(self) -> None:
+        self.lengths = Lengths()
+        self._before: _Seen | None = None
+        self._read_parts: dict[tuple[int, int], ReadParts] = {}
+        self._timed: deque[_Timed] = deque(maxlen=STEPS)
+
+    def ended(
+        self,
+        actions: Sequence[Action],
+        ran: Mapping[ChunkKey, Sequence[Ran]],
+        seconds_before: Mapping[Action, float] | None,
+        head_bytes: int = 0,
+    ) -> None:
+        """A step has ended. actions, ran: that it did. seconds_before: of the actions of the step before it,
+        None where they are not known. head_bytes: as of `StepWork.of`."""
+        before = self._before
+        amounts = {
+            chunk: float(max(1, sum(call.input_bytes for call in ran.get(chunk, ()))))
+            for chunk in dict.fromkeys(action.chunk for action in actions)
+        }
+        self._before = _Seen(tuple(actions), ran, amounts)
+        self.lengths.note(amounts)
+        if before is None or seconds_before is None or any(of not in seconds_before for of in before.actions):
+            return
+        parts = self._read_parts = self._read_parts | read_parts_of(before.ran)
+        make = partial(StepWork.of, before.actions, seconds_before, before.ran, head_bytes, parts)
+        self._timed.append(_Timed(before.amounts, make))
+
+    def step(self) -> StepWork | None:
+        """To plan for; None where too little is known."""
+        if not self.lengths.vary:
+            work, amounts = next(self._known(), (None, None))
+            return work if amounts == self.lengths.last else None
+        may_come = [timed for timed in self._known() if self.lengths.may_come_again(timed[1])]
+        if not may_come:
+            return None
+        work, amounts = max(may_come, key=lambda timed: len(timed[0].actions))
+        return work.scaled(self.lengths.factors(amounts))
+
+    def _known(self) -> Iterator[tuple[StepWork, Mapping[ChunkKey, float]]]:
+        """The last one first."""
+        for timed in reversed(self._timed):
+            if timed.work is not None:
+                yield timed.work, timed.amounts

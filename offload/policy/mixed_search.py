@@ -17,8 +17,11 @@ from typing import NamedTuple
 
 from offload.policy.actions import Action, ChunkKey, GroupSize, Keeps, Rates
 from offload.policy.keeps import kept_peak_bytes, limit_keeps, short_lives_bytes, tail_keeps
-from offload.policy.levels import (
+from offload.policy.menu import (
+    Block,
+    ChunkBlocks,
     Levels,
+    action_seconds,
     alike,
     groups_at,
     most_steps,
@@ -27,7 +30,6 @@ from offload.policy.levels import (
     path_of,
     units_a_chunk,
 )
-from offload.policy.menu import Block, ChunkBlocks, action_seconds
 from offload.policy.simulate import Simulation, simulate
 
 _MOST_RUNS = 8

@@ -19,8 +19,7 @@ from functools import partial
 from offload.policy.actions import Action, ChunkKey, ChunkSizes, GroupSize, Keeps, Rates, require_times
 from offload.policy.keeps import left_peak_bytes, tail_keeps
 from offload.policy.lengths import nearest
-from offload.policy.levels import Levels, groups_at, num_leaving
-from offload.policy.menu import ChunkBlocks, action_seconds, group_blocks
+from offload.policy.menu import ChunkBlocks, Levels, action_seconds, group_blocks, groups_at, num_leaving
 from offload.policy.mixed_search import MixedSearch, MixtureProblem, State
 from offload.policy.simulate import Simulation
 

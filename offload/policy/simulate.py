@@ -32,8 +32,7 @@ from offload.policy.actions import (
     require_sizes,
     require_times,
 )
-from offload.policy.link_model import D2H, H2D
-from offload.policy.play import Item, Need, Op, Player
+from offload.policy.play import D2H, H2D, Item, Need, Op, Player
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

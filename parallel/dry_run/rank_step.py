@@ -20,8 +20,7 @@ from typing import Literal
 
 from offload.policy.actions import Action, ChunkKey, GroupSize, Keeps, Rates, lives_of
 from offload.policy.keeps import all_of
-from offload.policy.levels import Levels, groups_at, num_leaving, units_a_chunk
-from offload.policy.menu import Block, Level
+from offload.policy.menu import Block, Level, Levels, groups_at, num_leaving, units_a_chunk
 from offload.policy.simulate import Simulation, simulate
 
 from .costs import Piece

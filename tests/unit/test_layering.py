@@ -195,7 +195,7 @@ def test_a_planted_circle_is_found(tmp_path: Path, files: dict[str, str], circle
         ("offload/groups/manager.py", "from offload.planner.profile import BlockProfile"),
         ("offload/engine.py", "from offload.optim import hybrid"),
         ("offload/policy/search.py", "from offload.ids import ChunkId"),
-        ("offload/policy/lookahead.py", "import torch"),
+        ("offload/policy/actions.py", "import torch"),
         ("offload/policy/watermark.py", "from offload.telemetry.records import StepStats"),
         ("offload/planner/profile.py", "from torch import nn"),
         ("parallel/dry_run/simulate.py", "from torch import nn"),

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 import offload
 from offload import PipelineOffloadManager
 from offload.auto import plan as auto_plan
-from offload.auto.beside import Beside
 from offload.auto.ladder import Ladder
+from offload.auto.plan import Beside
 from offload.policy import mixed_search
 from offload.policy.actions import Rates
 from tests.unit.groups.stack import build_manager, installed

@@ -13,7 +13,7 @@ from torch import nn
 import offload
 from offload import PipelineOffloadManager
 from offload.auto import plan as auto_plan
-from offload.auto.beside import Beside
+from offload.auto.plan import Beside
 from offload.device.sim import SimDevice
 from offload.policy import mixed_search
 from offload.policy.actions import Rates

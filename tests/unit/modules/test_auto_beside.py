@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from offload.auto import beside
 from offload.auto import plan as auto_plan
-from offload.auto.beside import Beside
+from offload.auto.plan import Beside
 from offload.policy.mixture import MixedPlan, choose_mixture
 from tests.unit.modules.linked import RATE, Run, new_run
 
@@ -115,7 +114,7 @@ def test_a_search_ends_with_the_last_handle(gate: Gate, new_run: Callable[[float
 def test_a_process_ends_whose_search_would_not(tmp_path: Any) -> None:
     program = (
         "import runpy\n"
-        f"beside = runpy.run_path({beside.__file__!r})['Beside']\n"
+        f"beside = runpy.run_path({auto_plan.__file__!r})['Beside']\n"
         "def search(rest):\n"
         "    while True: rest()\n"
         "running = beside(search)\n"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from offload.auto.ranks import Agreement, Room, common_profile, is_point
 from offload.errors import OffloadError
-from offload.planner.agreement import Agreement, Room, common_profile, is_point
 from offload.planner.profile import BlockProfile, SeenCall
 
 

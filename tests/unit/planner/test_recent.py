@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from offload.planner.recent import RecentSteps
-from offload.planner.work import Ran, StepWork
+from offload.planner.work import Ran, RecentSteps, StepWork
 from offload.policy.actions import Action
 from offload.policy.lengths import STEPS
 from tests.unit.planner.test_work import Profiled

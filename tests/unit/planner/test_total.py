@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.planner.total import TotalMemory
+from offload.auto.memory import TotalMemory
 
 
 def measured(total_bytes: int = 1000) -> TotalMemory:

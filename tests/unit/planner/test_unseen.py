@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.planner.unseen import UnseenWrites
+from offload.planner.operators import UnseenWrites
 
 
 def negated(tensor: Tensor) -> None:

@@ -7,8 +7,16 @@ from typing import NamedTuple
 
 from offload.policy.actions import Action, ChunkKey, Rates, one_f_one_b
 from offload.policy.keeps import tail_keeps
-from offload.policy.levels import groups_at, num_leaving, units_a_chunk
-from offload.policy.menu import Block, Level, Menu, action_seconds, convex
+from offload.policy.menu import (
+    Block,
+    Level,
+    Menu,
+    action_seconds,
+    convex,
+    groups_at,
+    num_leaving,
+    units_a_chunk,
+)
 from offload.policy.mixture import MixedPlan, choose_keeps
 from offload.policy.simulate import Simulation, simulate
 

@@ -9,8 +9,7 @@ import pytest
 from offload.policy.actions import ChunkKey, one_f_one_b
 from offload.policy.keeps import tail_keeps
 from offload.policy.lengths import Lengths, nearest
-from offload.policy.levels import groups_at
-from offload.policy.menu import Block, action_seconds
+from offload.policy.menu import Block, action_seconds, groups_at
 from offload.policy.mixture import MixedPlan, choose_mixture
 from offload.policy.simulate import Simulation, simulate
 from tests.unit.policy.mixtures import GB, H200, W2_BLOCK

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from offload.policy.actions import Rates
-from offload.policy.link_model import D2H, H2D, Link
+from offload.policy.play import D2H, H2D, Link
 
 TEN_EACH_TEN_TOGETHER = Rates(d2h_bytes_per_s=10, h2d_bytes_per_s=10, duplex_bytes_per_s=10)
 

@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from offload.policy.actions import Action, Kind
-from offload.policy.lookahead import Lookahead
+from offload.policy.actions import Action, Kind, Lookahead
 from tests.parsed import parse_action
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from offload.policy.actions import ChunkKey, Rates, one_f_one_b
 from offload.policy.keeps import all_of, kept_peak_bytes, tail_keeps
-from offload.policy.levels import groups_at
-from offload.policy.menu import Block, Level, action_seconds
+from offload.policy.menu import Block, Level, action_seconds, groups_at
 from offload.policy.mixture import MixedPlan, cheapest_mixture, choose_mixture, scaled
 from offload.policy.simulate import simulate
 from tests.parsed import parse_action

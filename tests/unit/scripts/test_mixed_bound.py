@@ -20,8 +20,7 @@ from bench.mixed_bound import least_mixed_step
 from bench.mixed_program import num_flows
 from offload.policy.actions import Action, ChunkKey, GroupSize, Rates, one_f_one_b
 from offload.policy.keeps import tail_keeps
-from offload.policy.levels import groups_at
-from offload.policy.menu import Block, Level, action_seconds, convex
+from offload.policy.menu import Block, Level, action_seconds, convex, groups_at
 from offload.policy.simulate import simulate
 
 GB = 10**9
