@@ -2,11 +2,18 @@
 
 One invariant: a config that exists is valid; nothing further down checks it again. Sizes are bytes, except
 where a name says elements. They may be given as text ("8GB"), and are held as whole numbers.
+
+`help()` shows a dataclass's fields with the docstring that stands under each (`described`). Python keeps none
+of a field, so it is read from the source when the class is made; where there is no source, `help()` shows the
+class's own text only.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -15,8 +22,27 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
 
-from offload.described import described
 from offload.sizes import is_count, optional_bytes, parse_bytes
+
+Class = TypeVar("Class", bound=type)
+
+
+def described(cls: Class) -> Class:
+    """The class, with `__doc__` continued by its fields: name, type, default and docstring of each."""
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    except (OSError, TypeError, SyntaxError):
+        return cls
+    assert isinstance(tree, ast.ClassDef)
+    fields = []
+    for field, below in zip(tree.body, tree.body[1:], strict=False):
+        text = below.value if isinstance(below, ast.Expr) else None
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Constant):
+            meaning = inspect.cleandoc(str(text.value))
+            fields.append(f"{ast.unparse(field)}\n{textwrap.indent(meaning, '    ')}")
+    cls.__doc__ = "\n\n".join([inspect.cleandoc(cls.__doc__ or ""), "Fields:", *fields])
+    return cls
+
 
 C = TypeVar("C")
 P = ParamSpec("P")

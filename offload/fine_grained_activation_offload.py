@@ -27,14 +27,15 @@ from offload.compat.manager import (
 )
 from offload.compat.tensor_pool import GPUTensorPool
 from offload.compile import untraced
-from offload.groups.graphs import check_event, is_graph_capturing
 from offload.marks import (
     T,
+    check_event,
     disable_offload,
     enable_offload,
     flush_delayed_groups,
     forward_record,
     init_chunk_handler,
+    is_graph_capturing,
     offload_hooks,
     reset,
 )

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from offload.client import Client
 from offload.errors import WeightFileError
+from offload.marks import existing_manager
 from offload.params.watched import Watched
-from offload.process import existing_manager
 from offload.telemetry.speaker import progress
 from offload.weights.files import Stored, TensorSource, stored_tensors
 from offload.weights.gradients import GradientStream

@@ -13,7 +13,20 @@ autograd calls it just before that node's backward runs. The hook makes the grou
 being read, and lets the prefetch fetch more. Where there is no such node, or it never runs, the first read of
 a saved tensor does the same. `group_start` does nothing in a backward.
 
-The process's manager is looked up here, and passed on (offload/process.py).
+The process's manager is looked up here and passed on: the engine and the groups never look it up.
+
+A CUDA graph ends with its copies, and what its stream is given next waits for the whole graph. So a graph
+that copies is replayed on a stream of its own, and records an external event where its compute ends
+(S2-88, S2-89, S2-91): the main stream waits for the event and runs beside the copies.
+
+    with torch.cuda.graph(forward):
+        y = layer(x)
+        forward_record(event)                   # event = torch.cuda.Event(external=True)
+    ...
+    with torch.cuda.stream(side): forward.replay()
+    torch.cuda.current_stream().wait_event(event)
+
+The backward's graph is replayed on the same stream: it reads what the forward's copies write.
 
 torch.compile: a mark is a Python side effect. Each mark breaks the graph, and nothing of it is traced; under
 fullgraph=True torch raises an error that names the way out. A `with` that is entered inside a compiled
@@ -24,32 +37,124 @@ torch.compile records. One warning names the group and the graph (offload/compil
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
-from offload import process
 from offload.checkpoint.kept import Operator
 from offload.checkpoint.selective import Contexts, contexts_for
 from offload.compile import untraced
-from offload.config import naming_near
+from offload.config import OffloadConfig, checked_config, naming_near
+from offload.engine import OffloadEngine, default_engine, replace_engine
 from offload.errors import GroupOrderError
 from offload.groups.chunk import ChunkGroups
-from offload.groups.graphs import check_event, record_event
 from offload.groups.manager import GroupsManager
 from offload.groups.release import without_output
-from offload.process import change_limits as change_limits
-from offload.process import close_manager as close_manager
-from offload.process import configure as configure
-from offload.process import default_manager as default_manager
-from offload.process import existing_manager as existing_manager
-from offload.process import put_manager as put_manager
+from offload.memory.budget import HostBudget, SharedHostBudget, default_host_limit_bytes, shared_by_store
 from offload.saved.hooks import InstalledScope
 from offload.telemetry.records import StepStats
 from offload.transfer.captures import CapturedRegion
+
+process_manager: GroupsManager | None = None
+"""The process-wide one. Written by `put_manager` alone."""
+
+
+def existing_manager() -> GroupsManager | None:
+    """The process-wide manager, None if none was built."""
+    return process_manager
+
+
+def default_manager() -> GroupsManager:
+    """The process-wide manager; built with the default config on first use."""
+    if process_manager is None:
+        put_manager(GroupsManager())
+    assert process_manager is not None
+    return process_manager
+
+
+def put_manager(new: GroupsManager | None) -> None:
+    """`new` is the process-wide manager from now on; the old one is not closed."""
+    global process_manager
+    process_manager = new
+
+
+def close_manager() -> None:
+    """Close the process-wide manager, if there is one. Its engine closes too, unless a HybridDeviceOptimizer
+    is attached to it. Raises PoolError, and leaves the manager in its place, while a pool or an
+    FSDPGPUOptimizerWrapper has host memory of an engine that would close."""
+    if process_manager is not None:
+        process_manager.close()
+        put_manager(None)
+
+
+@naming_near
+def configure(
+    config: OffloadConfig | None = None,
+    *,
+    device: str | None = None,
+    store: Any = None,
+    host_key: str | None = None,
+    print_summary: bool = True,
+    process_group: Any = None,
+) -> GroupsManager:
+    """Give the process-wide engine these limits, and its groups a new manager. Other clients, such as an
+    optimizer, stay attached: the limits hold for them too, and their state and host memory stay as they are.
+    Free host memory beyond host_reserve_bytes goes back to the system.
+
+    device: "cuda", "cuda:N" or "sim"; None takes CUDA where there is a GPU, else the simulated device. store:
+    a torch.distributed Store: the host limit is then one number for all ranks whose host_key (None: the
+    host's name) is the same. print_summary: print the rank table when warm-up ends; it gathers over
+    process_group, so all its ranks must step. Where step ends are inferred (`offload.apply`) none is printed:
+    `offload.report` has more. Blocks the host while host_reserve_bytes are pinned. Raises
+    ValueError for an unknown device, HostBudgetError if they, or what an optimizer holds, are beyond the
+    limit, and PoolError while a pool has host memory of the old manager on loan; nothing has changed then.
+    """
+    config = checked_config(config)
+    budget: HostBudget | None = None
+    if store is not None:
+        limit = config.host_limit_bytes if config.host_limit_bytes is not None else default_host_limit_bytes()
+        budget = shared_by_store(store, host_key if host_key is not None else socket.gethostname(), limit)
+    if process_manager is not None:
+        process_manager.prepare_close()  # raises while a buffer is on loan
+    engine = default_engine(device, config, budget)
+    return _new_manager(engine, print_summary, process_group)
+
+
+def change_limits(config: OffloadConfig) -> GroupsManager:
+    """`configure`, for the engine that the process-wide manager has: its device, the budget that it shares
+    with other ranks, and the group that its summary is gathered over stay. Raises ValueError for another
+    host_limit_bytes where the budget is shared; else as `configure`."""
+    if process_manager is None:
+        return configure(config)
+    engine = process_manager.engine
+    budget = engine.arena.budget
+    shared = budget if isinstance(budget, SharedHostBudget) and budget.is_named else None
+    if shared is not None and config.host_limit_bytes != engine.config.host_limit_bytes:
+        raise ValueError(
+            f"host_limit is {config.host_limit_bytes!r}, and the ranks of this host share a limit of "
+            f"{shared.limit_bytes:,} bytes; give the new one to configure(store=...) on every rank"
+        )
+    process_manager.prepare_close()
+    engine.reconfigure(config, shared)
+    return _new_manager(engine, process_manager.print_summary, process_manager.process_group)
+
+
+def _new_manager(engine: OffloadEngine, print_summary: bool, process_group: Any) -> GroupsManager:
+    new = GroupsManager(engine, print_summary=print_summary, process_group=process_group)
+    before = None if process_manager is None else process_manager.engine
+    if process_manager is not None:
+        new.ledgers.take_over(process_manager.ledgers)
+    close_manager()
+    put_manager(new)
+    replace_engine(before, engine)
+    # pieces go whole, and what was reserved stays
+    engine.arena.trim(engine.config.host_reserve_bytes + engine.arena.registration_bytes - 1)
+    return new
+
 
 T = TypeVar("T", torch.Tensor, tuple[Any, ...], list[Any])
 
@@ -112,8 +217,8 @@ def group_start(tensor: torch.Tensor, name: str, *, hooks: bool = False) -> torc
     handler = chunk_to_start_in(tensor, name)
     if handler is not None:
         handler.on_group_start_forward(name)
-    if hooks and process.manager is not None:
-        process.manager.open_until_commit(name)
+    if hooks and process_manager is not None:
+        process_manager.open_until_commit(name)
     return tensor
 
 
@@ -122,7 +227,7 @@ def chunk_to_start_in(tensor: torch.Tensor, name: str) -> ChunkGroups | None:
     as `group_start`."""
     if type(name) is not str or not name or not isinstance(tensor, torch.Tensor):
         check_mark("group_start", tensor, name)
-    manager = process.manager
+    manager = process_manager
     if manager is None:
         return None
     handler = manager.active_handler()
@@ -165,7 +270,7 @@ def group_commit(
         output = output[0]
     if type(name) is not str or not name or not isinstance(output, torch.Tensor):
         check_mark("group_commit", output, name)
-    manager = process.manager
+    manager = process_manager
     if manager is None:
         return tensor
     manager.close_at_commit(name)
@@ -196,7 +301,7 @@ class offload_hooks(ContextDecorator):  # noqa: N801 - to its callers a function
         self._entered: list[tuple[GroupsManager | None, InstalledScope | None]] = []
 
     def __enter__(self) -> None:
-        manager = process.manager
+        manager = process_manager
         self._entered.append((manager, None if manager is None else manager.open_scope()))
 
     def __exit__(self, *exception: object) -> None:
@@ -209,8 +314,8 @@ class offload_hooks(ContextDecorator):  # noqa: N801 - to its callers a function
 def flush_delayed_groups() -> None:
     """Send every delayed group, in the order of their commits. In a capture, those that were delayed in
     it."""
-    if process.manager is not None:
-        process.manager.flush_delayed_groups()
+    if process_manager is not None:
+        process_manager.flush_delayed_groups()
 
 
 @untraced
@@ -309,8 +414,37 @@ def selective_contexts(
 def step_end() -> StepStats | None:
     """End the step, once its gradients are final. Returns its figures; None where no manager has been
     built."""
-    return None if process.manager is None else process.manager.step_end()
+    return None if process_manager is None else process_manager.step_end()
 
 
 reset = step_end
 """`step_end` under the name that Megatron users know."""
+
+
+def is_graph_capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph. False without CUDA; never raises."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def check_event(function: str, event: Any) -> None:
+    """ValueError unless `event` can be recorded."""
+    if not callable(getattr(event, "record", None)):
+        raise ValueError(
+            f"{function} got a {type(event).__name__}, must be an event with record(), such as "
+            "torch.cuda.Event()"
+        )
+
+
+def record_event(engine: OffloadEngine, event: Any, lane: Literal["d2h", "h2d"]) -> None:
+    """Record `event` on the current stream, and order what comes next there after the copies on `lane` so
+    far. Blocks the host: never."""
+    engine.transfers.check_capture("an event record")
+    event.record()
+    with engine.lock:
+        if engine.transfers.capture is not None:
+            # the lanes that are part of it; to wait for another would end the capture
+            engine.transfers.join()
+        else:
+            device = engine.device
+            copies, order = (device.d2h, "settle") if lane == "d2h" else (device.h2d, "read")
+            device.wait(device.compute, device.record(copies), order)

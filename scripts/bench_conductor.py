@@ -38,7 +38,7 @@ from bench.conflicts import CONFLICTS, stalls_ms
 from bench.run import Run, hardware, main_of, outcome, parser_of
 from bench.table import cells_line, reason_line, ruled
 from bench.weights import TINY, Model, Shape, bits_of
-from offload import process
+from offload import marks
 from offload.conductor import Conductor, ConductorConfig
 from offload.device.sim import SimDevice
 from offload.engine import OffloadEngine
@@ -141,7 +141,7 @@ class Loop:
 def simulated(layers: nn.ModuleList, forward_s: float, gb_s: float) -> SimDevice:
     """The process's device from here on: these blocks compute for so long, and twice that in a backward."""
     device = SimDevice(executor="clock", d2h_gb_s=gb_s, h2d_gb_s=gb_s)
-    process.put_manager(GroupsManager(OffloadEngine(device=device)))
+    marks.put_manager(GroupsManager(OffloadEngine(device=device)))
     for block in layers:
         block.register_forward_pre_hook(lambda *_: device.compute_for(forward_s))
         block.register_full_backward_hook(lambda *_: device.compute_for(2 * forward_s))

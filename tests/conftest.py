@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from offload import PipelineOffloadManager, engines
+from offload import PipelineOffloadManager, engine
 from offload.telemetry import speaker
 from scripts.requirements_table import TABLE, ProofsThatRan, read_rows
 from tests.fixtures import manager, mesh, no_manager, one_rank, one_thread, rig
@@ -52,7 +52,7 @@ def _no_default_engine_of_another_test() -> Iterator[None]:
     """Whoever is given no engine takes the process's own, or its manager's, which must not be one that a test
     has left: its memory would be counted in the next one."""
     yield
-    engines._defaults.clear()
+    engine._defaults.clear()
     PipelineOffloadManager.OFFLOAD_MGR = None
 
 

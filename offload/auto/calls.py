@@ -25,8 +25,7 @@ from offload.groups.group import KEPT, Cost
 from offload.groups.manager import GroupsManager
 from offload.ids import ChunkId
 from offload.modules.root import ModelRoot
-from offload.planner.kinds import kind_of, look_of
-from offload.planner.operators import peers_of
+from offload.planner.operators import kind_of, look_of, peers_of
 from offload.planner.profile import BlockProfile, kept_always
 from offload.planner.profiler import BlockProfiler
 from offload.planner.work import Ran

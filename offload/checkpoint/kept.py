@@ -9,7 +9,7 @@ version counter of the output itself, so that a change in place is found out by 
 return the bytes of their input under a counter of their own; the call is told of those.
 
 Generators that others share are torch's of a device, which a recompute puts back in every call
-(surroundings.py), and those of Python's and numpy's functions: a forward that moves one of these is not
+(region.py), and those of Python's and numpy's functions: a forward that moves one of these is not
 recomputed from the next call on (net.py). States are equal as long as the generators are. To read Python's or
 numpy's takes tens of microseconds.
 """

@@ -15,8 +15,7 @@ import torch
 from offload.compat.tensor_pool import GPUTensorPool
 from offload.device import Device, Event, Lane
 from offload.device.cuda import CudaLane
-from offload.engine import OffloadEngine
-from offload.engines import default_engine
+from offload.engine import OffloadEngine, default_engine
 from offload.errors import GroupOrderError, StaleHandleError
 from offload.groups.chunk import ChunkGroups
 from offload.groups.group import Group

@@ -23,10 +23,10 @@ from offload.compat.handler import ChunkOffloadHandler, OffloadTensorGroup
 from offload.compat.tensor_pool import GPUTensorPool
 from offload.device import Lane
 from offload.engine import OffloadEngine
-from offload.groups.graphs import record_event
 from offload.groups.manager import GroupsManager
 from offload.groups.release import checked_tensors
 from offload.ids import ChunkId
+from offload.marks import record_event
 from offload.saved.handles import Handle, Passed
 from offload.saved.hooks import InstalledScope
 from offload.telemetry.records import ClientStats, StepStats

@@ -33,8 +33,7 @@ from offload.conductor.config import ConductorConfig
 from offload.conductor.phases import is_pressed
 from offload.conductor.runtime import ConductorRuntime
 from offload.device import Event, device_bytes
-from offload.engine import OffloadEngine
-from offload.engines import default_engine
+from offload.engine import OffloadEngine, default_engine
 from offload.ids import Owner
 from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.speaker import Once, speaker

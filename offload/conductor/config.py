@@ -12,8 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from offload.config import check_flags, check_index, load_fields
-from offload.described import described
+from offload.config import check_flags, check_index, described, load_fields
 
 MIB = 1 << 20
 

@@ -15,8 +15,7 @@ import torch
 from offload.client import Client
 from offload.compile import CompileReport, import_compiler
 from offload.config import OffloadConfig, check_bytes
-from offload.engine import OffloadEngine
-from offload.engines import default_engine
+from offload.engine import OffloadEngine, default_engine
 from offload.errors import PoolError
 from offload.groups.chunk import ChunkGroups
 from offload.groups.group import ROUTING, Cost, Group, LeavingGroups

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.engine import OffloadEngine
-from offload.engines import default_engine
+from offload.engine import OffloadEngine, default_engine
 from offload.errors import OffloadError
 from offload.optim.classes import is_fused_adam
 from offload.optim.parts import HostOptions, UserGroup

@@ -37,8 +37,7 @@ from torch.optim import AdamW, Optimizer
 
 from offload.compile import untraced
 from offload.config import check_fraction
-from offload.engine import OffloadEngine
-from offload.engines import default_engine
+from offload.engine import OffloadEngine, default_engine
 from offload.optim.classes import (
     checked_class,
     defaults_of,

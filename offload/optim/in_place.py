@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.engine import OffloadEngine
-from offload.engines import default_engine
+from offload.engine import OffloadEngine, default_engine
 from offload.optim.parts import clip_, total_norm
 from offload.optim.placing import Place
 from offload.optim.state import fill_state

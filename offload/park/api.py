@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine import OffloadEngine
-from offload.engines import default_engine
+from offload.engine import OffloadEngine, default_engine
 from offload.park.census import KINDS, check_kinds
 from offload.park.parked import Parked
 from offload.park.report import Kind

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload.described import described
+from offload.config import described
 from offload.engine import OffloadEngine
 from offload.saved.handles import Handle
 from offload.transfer.block import BlockState, DeviceBlock, living

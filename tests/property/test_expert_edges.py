@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload import process
+from offload import marks
 from offload.apply import Applied
 from offload.device.sim import ExecutorName, SimDevice
 from offload.engine import OffloadEngine
@@ -98,11 +98,11 @@ def step(models: tuple[nn.Module, nn.Module], routing: list[list[int]], seed: in
 @contextmanager
 def streaming(device: SimDevice, model: nn.Module) -> Iterator[Applied]:
     """The process's manager has this device. It is not closed: a hazard leaves it with memory on loan."""
-    process.put_manager(GroupsManager(OffloadEngine(device=device)))
+    marks.put_manager(GroupsManager(OffloadEngine(device=device)))
     try:
         yield offload.apply(model, weights="host", blocks="layers.*")
     finally:
-        process.put_manager(None)
+        marks.put_manager(None)
 
 
 # -- edges ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import offload
-from offload import OffloadEngine, process
+from offload import OffloadEngine, marks
 from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import HazardError, OffloadError
 from offload.groups.manager import GroupsManager
@@ -104,7 +104,7 @@ def streamed(device: SimDevice, weights: str = "host", *, looks: bool = False) -
     models = [nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     options: dict[str, Any] = {"lr": 1e-2, "param_update_in_fp32": looks}
-    process.put_manager(GroupsManager(engine := OffloadEngine(device=device)))
+    marks.put_manager(GroupsManager(engine := OffloadEngine(device=device)))
     try:
         for model in models if looks else ():
             model.bfloat16()
@@ -133,7 +133,7 @@ def streamed(device: SimDevice, weights: str = "host", *, looks: bool = False) -
     except OffloadError as error:
         raise error.__cause__ if isinstance(error.__cause__, HazardError) else error from error
     finally:
-        process.put_manager(None)
+        marks.put_manager(None)
     assert_same_bits(*([p.detach() for p in model.parameters()] for model in models))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload import process
+from offload import marks
 from offload.device.rows import quantize_rows
 from offload.device.sim import ExecutorName, SimDevice
 from offload.engine import OffloadEngine
@@ -72,11 +72,11 @@ def train(model: nn.Module) -> None:
 @contextmanager
 def managed(device: SimDevice) -> Iterator[None]:
     """The process's manager has this device. It is not closed: a hazard leaves it with memory on loan."""
-    process.put_manager(GroupsManager(OffloadEngine(device=device)))
+    marks.put_manager(GroupsManager(OffloadEngine(device=device)))
     try:
         yield
     finally:
-        process.put_manager(None)
+        marks.put_manager(None)
 
 
 def trained(device: SimDevice) -> None:
@@ -190,7 +190,7 @@ def stepped(
             lr=0.1,
             overlap="forward",
             model=models[0],
-            engine=process.default_manager().engine,
+            engine=marks.default_manager().engine,
             bucket_bytes=4096,  # with one bucket the host waits for its slot
         )
         optimizers = [ours, torch.optim.AdamW(models[1].parameters(), lr=0.1, fused=True)]

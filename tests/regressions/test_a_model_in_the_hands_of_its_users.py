@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload.process import default_manager
+from offload.marks import default_manager
 from tests.inside import streaming_of, streams_from
 from tests.unit.groups.stack import build_manager, installed
 

@@ -91,7 +91,7 @@ def test_a_limit_of_the_config_holds_again_once_the_handle_is_gone() -> None:
     offload.apply(model, device_limit="2MiB", min_numel=1).remove()
     offload.configure(offload.OffloadConfig(device_limit_bytes="4MiB"), device="sim")
     offload.apply(model, min_numel=1)
-    assert limit_of(offload.process.default_manager()) == 4 << 20
+    assert limit_of(offload.marks.default_manager()) == 4 << 20
 
 
 def test_a_limit_of_a_removed_handle_holds_while_its_backward_is_to_come(

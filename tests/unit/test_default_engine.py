@@ -19,8 +19,7 @@ from offload import (
     offload_hooks,
     step_end,
 )
-from offload.engine import OffloadEngine
-from offload.engines import default_engine
+from offload.engine import OffloadEngine, default_engine
 from offload.errors import HostBudgetError
 from offload.memory.budget import LocalHostBudget, SharedHostBudget, shared_by_store
 

@@ -7,7 +7,7 @@ import pydoc
 import re
 
 from offload import OffloadConfig
-from offload.described import described
+from offload.config import described
 
 
 def test_help_shows_each_field_of_the_config_with_its_meaning() -> None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # A part imports itself and the parts of lower levels; parts of one level do not import each other.
 LEVELS: list[set[str]] = [
-    {"ids", "errors", "config", "sizes", "described", "packages", "versions"},
+    {"ids", "errors", "config", "sizes", "packages", "versions"},
     {"device"},
     {"memory"},
     {"disk"},
@@ -21,14 +21,12 @@ LEVELS: list[set[str]] = [
     {"saved", "params"},
     {"client"},  # what the engine asks of features
     {"engine"},
-    {"engines"},
     {"compile"},  # what torch.compile must not see: features and marks are wrapped with it
     {"groups", "checkpoint", "watermark", "optim", "weights", "streaming", "quant", "conductor"},
     {"planner"},  # measures what blocks cost, under checkpoints
     {"modules"},  # hooks on a user's modules, which open groups
     {"auto"},  # mode "auto", which chooses by real steps
-    {"process"},  # the manager that this process has
-    {"marks"},
+    {"marks"},  # and the manager that this process has
     {"report", "plot", "park", "policies"},
     {"apply", "load"},
     {"compare"},  # tries what apply does

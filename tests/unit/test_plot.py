@@ -15,8 +15,7 @@ import offload
 from offload import PipelineOffloadManager
 from offload.groups.recorder import Recorder
 from offload.planner.explained import Explanation
-from offload.planner.explained_picture import figure_of
-from offload.plot import Trace, _title
+from offload.plot import Trace, _title, figure_of
 from offload.policy.actions import Action, one_f_one_b
 from offload.policy.mixture import choose_mixture
 from offload.report import Report

@@ -37,8 +37,7 @@ from offload.compat.stagehand.backend_cpu import CPUSpillBackend
 from offload.compat.stagehand.config import ActivationConfig
 from offload.config import config_or_fields
 from offload.device import Event
-from offload.engine import OffloadEngine
-from offload.engines import default_engine
+from offload.engine import OffloadEngine, default_engine
 from offload.errors import OffloadError
 from offload.ids import SlotId
 from offload.memory.arena import Block

@@ -16,11 +16,11 @@ from contextlib import suppress
 
 import torch
 
+from offload.compat.tensor_pool import SubPool
 from offload.config import MIB
 from offload.device.base import Device, Event
 from offload.errors import HostBudgetError, PoolError
 from offload.memory.arena import Block, HostArena
-from offload.memory.sub_pool import SubPool
 
 
 def checked_classes(

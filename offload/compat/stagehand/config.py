@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from offload.compat.stagehand.backend_cpu import checked_classes
-from offload.config import MIB, check_flags, check_index, load_fields, naming_near
-from offload.described import described
+from offload.config import MIB, check_flags, check_index, described, load_fields, naming_near
 
 _ALIGNMENTS = [1 << power for power in range(10)]
 """Bytes, up to those at which the arena aligns masters."""

@@ -44,8 +44,7 @@ from offload.compat.stagehand.scheduler import (
 )
 from offload.config import MIB, config_or_fields
 from offload.device import Event
-from offload.engine import OffloadEngine
-from offload.engines import default_engine
+from offload.engine import OffloadEngine, default_engine
 from offload.errors import OffloadError
 from offload.ids import Owner
 from offload.memory.arena import HostArena

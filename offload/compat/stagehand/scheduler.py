@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from offload.compat.stagehand.blocks import BlockState, ResidencyMap
-from offload.config import MIB
-from offload.described import described
+from offload.config import MIB, described
 from offload.device import Device, Event
 from offload.telemetry.records import JsonLines
 from offload.telemetry.speaker import Once, speaker

@@ -382,7 +382,7 @@ def test_a_region_whose_random_state_cannot_be_read_at_its_end_leaves_no_hooks(
         left.append(hooks_left())
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr("offload.checkpoint.surroundings.outside_modes", unreadable)
+    monkeypatch.setattr("offload.checkpoint.region.outside_modes", unreadable)
     with pytest.raises(RuntimeError, match="the device is lost"):
         region.end()
     assert left == [False]

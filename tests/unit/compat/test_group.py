@@ -8,7 +8,7 @@ import torch
 from offload import OffloadTensorGroup
 from offload.compat.handler import DYNAMIC_SHAPE_GROUPS
 from offload.device.sim import SimDevice
-from offload.engines import default_engine
+from offload.engine import default_engine
 
 
 @pytest.mark.req("S2-23", "S3-5")

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import offload
-from offload import PipelineOffloadManager, process
+from offload import PipelineOffloadManager, marks
 from offload.client import Phase
 from offload.conductor import Conductor, ConductorConfig
 from offload.device.sim import ExecutorName, SimDevice
@@ -381,7 +381,7 @@ def test_weights_that_cannot_stream_leave_no_conductor_behind(manager: PipelineO
 @pytest.mark.parametrize("how", ["first use", "configure"])
 def test_a_conductor_goes_where_the_process_has_its_next_engine(how: str, monkeypatch: Any) -> None:
     """It would arbitrate an engine that nobody copies with, and the one that is used would have none."""
-    monkeypatch.setattr("offload.engines._defaults", {})
+    monkeypatch.setattr("offload.engine._defaults", {})
     before = offload.configure(device="sim").engine
     model = Model()
     handle = offload.apply(model, "groups", min_numel=1, conductor=True)
@@ -389,7 +389,7 @@ def test_a_conductor_goes_where_the_process_has_its_next_engine(how: str, monkey
     assert conductor is not None
     optimizer = adam(model)
     train(model, optimizer)
-    process.close_manager()
+    marks.close_manager()
     if how == "configure":
         offload.configure(device="sim")
     grants = conductor.counts.grants
@@ -406,7 +406,7 @@ def test_a_conductor_goes_where_the_process_has_its_next_engine(how: str, monkey
     assert isinstance(engine.copier.admission, CapsAdmission)
     assert engine.on_phase is None
     assert engine.limits.held_by("max_spilling_bytes") != "conductor"
-    process.close_manager()
+    marks.close_manager()
 
 
 def test_without_a_config_the_caps_are_those_of_the_device(monkeypatch: Any) -> None:

@@ -19,7 +19,7 @@ from offload import (
     init_chunk_handler,
     offload_hooks,
 )
-from offload.groups.graphs import is_graph_capturing
+from offload.marks import is_graph_capturing
 from offload.saved.filters import is_parameter
 
 

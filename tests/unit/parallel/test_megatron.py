@@ -471,7 +471,7 @@ def test_group_inside_a_capture_that_a_region_watches_is_captured(monkeypatch: p
         OffloadEngine(OffloadConfig(min_offloaded_tensor_size=1), device=device), print_summary=False
     )
     manager.reserve_host(1 << 20)
-    monkeypatch.setattr(offload.process, "manager", manager)
+    monkeypatch.setattr(offload.marks, "process_manager", manager)
     monkeypatch.setattr(engine_page, "is_graph_capturing", device.is_capturing)
     begin()
     with offload.capturing() as region, device.capture():

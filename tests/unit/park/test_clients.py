@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.testing._internal.two_tensor import TwoTensor
 
 import offload
-from offload import HybridDeviceOptimizer, process
+from offload import HybridDeviceOptimizer, marks
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.groups.manager import GroupsManager
@@ -26,10 +26,10 @@ Make = Callable[[nn.Module, OffloadEngine], Optimizer]
 @pytest.fixture
 def engine() -> Iterator[OffloadEngine]:
     engine = engine_of()
-    process.put_manager(GroupsManager(engine))
+    marks.put_manager(GroupsManager(engine))
     with streams_from(16):
         yield engine
-    process.put_manager(None)
+    marks.put_manager(None)
 
 
 def hybrid(fraction: float, **options: Any) -> Make:

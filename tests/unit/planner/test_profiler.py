@@ -17,8 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from offload import PipelineOffloadManager, group_commit, group_start
 from offload.device.sim import SimDevice
-from offload.planner.kinds import kind_of
-from offload.planner.operators import may_differ
+from offload.planner.operators import kind_of, may_differ
 from offload.planner.profile import BlockProfile
 from offload.planner.profiler import BlockProfiler
 from tests.unit.checkpoint.regions import FC1_BYTES, INPUT_BYTES, MM, ROWS, WIDTH, Block, assert_bits

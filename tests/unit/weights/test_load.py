@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import HostBudgetError, WeightFileError
-from offload.process import default_manager
+from offload.marks import default_manager
 from tests.inside import streaming_of, streams_from
 from tests.unit.groups.stack import build_manager, installed
 from tests.unit.weights.streamed import BLOCK_BYTES, BLOCKS, ROWS, WIDTH, Model, Pair, adam, expand_as
