@@ -45,10 +45,9 @@ from offload.telemetry.records import ClientStats, StepStats, TransferCounts
 from offload.telemetry.speaker import speaker
 from offload.transfer.captures import CapturedRegion
 from offload.transfer.coming import Prefetcher
-from offload.transfer.copier import Admission, CapsAdmission, Copier
+from offload.transfer.copier import LINK_TEST_BYTES, Admission, CapsAdmission, Copier, measure_rates
 from offload.transfer.engine import TransferEngine
 from offload.transfer.limits import Limits
-from offload.transfer.measured import LINK_TEST_BYTES, measure_rates
 
 __all__ = ["Client", "OffloadEngine"]
 

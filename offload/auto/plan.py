@@ -33,7 +33,7 @@ from offload.policy.actions import ChunkKey, GroupSize, Rates
 from offload.policy.keeps import all_of, kept_peak_bytes
 from offload.policy.mixture import MixedPlan, cheapest_mixture, choose_mixture, scaled
 from offload.telemetry.speaker import speaker
-from offload.transfer.measured import LINK_TEST_BYTES
+from offload.transfer.copier import LINK_TEST_BYTES
 
 logger = speaker(__name__)
 

@@ -42,7 +42,7 @@ from offload.checkpoint.kept import (
     writes_inputs,
 )
 from offload.sizes import is_count
-from offload.transfer.layout import WeakStorage
+from offload.transfer.block import WeakStorage
 
 IN_PLACE = "c10d"
 """Namespace of the collectives that write to what they are given."""

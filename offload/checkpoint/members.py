@@ -39,7 +39,7 @@ from offload.checkpoint.kept import looks_of, storages_of
 from offload.errors import OffloadError
 from offload.saved.filters import is_dtensor, is_plain, is_wrapper
 from offload.telemetry.speaker import speaker
-from offload.transfer.layout import ViewLayout, empty_at, overlaps_itself, place_of
+from offload.transfer.block import ViewLayout, empty_at, overlaps_itself, place_of
 
 logger = speaker(__name__)
 

@@ -56,8 +56,7 @@ from offload.device import Lane
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.saved.hooks import Scope, inside_checkpoint
-from offload.transfer.block import DeviceBlock
-from offload.transfer.layout import WeakStorage
+from offload.transfer.block import DeviceBlock, WeakStorage
 
 __all__ = ["CallMode", "Contexts", "Groups", "KeptGroup", "contexts_for", "is_traced"]
 

@@ -27,7 +27,7 @@ from offload.engine import OffloadEngine
 from offload.errors import HostBudgetError
 from offload.memory.budget import available_bytes, cgroups, default_host_limit_bytes
 from offload.policy.actions import Rates
-from offload.transfer.measured import LINK_TEST_BYTES
+from offload.transfer.copier import LINK_TEST_BYTES
 
 UNLIMITED = resource.RLIM_INFINITY
 _ROOT = Path("/")

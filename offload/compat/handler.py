@@ -24,9 +24,8 @@ from offload.groups.release import checked_tensors, without_output
 from offload.ids import ChunkId, Owner
 from offload.saved.filters import is_plain
 from offload.saved.handles import Handle, Passed
-from offload.transfer.block import BlockState
+from offload.transfer.block import BlockState, ViewLayout, empty_at, place_of
 from offload.transfer.copier import Priority
-from offload.transfer.layout import ViewLayout, empty_at, place_of
 
 DYNAMIC_SHAPE_GROUPS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
 """Groups whose shapes change with the routing of tokens: a pool keyed by exact shape would grow with them.

@@ -36,7 +36,7 @@ from offload.groups.release import ReleasedTensor, is_held, mark_released, unmar
 from offload.ids import Owner
 from offload.optim.touch import await_all, watch
 from offload.params.watched import Watched
-from offload.transfer.layout import ViewLayout, is_dense, overlaps_itself, place_of, span_of, view_of
+from offload.transfer.block import ViewLayout, is_dense, overlaps_itself, place_of, span_of, view_of
 from offload.transfer.limits import DEFAULT_IN_FLIGHT_BYTES
 
 

@@ -29,8 +29,8 @@ from offload.saved.filters import Verdict
 from offload.saved.hooks import Scope
 from offload.telemetry.figures import GroupFigures, Ledger, Stayed, figures_of, figures_without_offload
 from offload.telemetry.records import StepStats
+from offload.transfer.copier import Stall, all_passed
 from offload.transfer.engine import TransferEngine
-from offload.transfer.measured import Stall, all_passed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

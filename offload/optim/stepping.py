@@ -31,7 +31,7 @@ from offload.optim.host_part import HostBucket
 from offload.optim.streamed_step import StreamedBucket, StreamedPart
 from offload.params.worker import Job, Latch, Worker
 from offload.telemetry.speaker import speaker
-from offload.transfer.measured import Stalls
+from offload.transfer.copier import Stalls
 
 logger = speaker(__name__)
 

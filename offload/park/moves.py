@@ -35,7 +35,7 @@ from offload.ids import Owner
 from offload.park.census import Entry
 from offload.park.memory import KindMemory
 from offload.park.report import Kind, ParkReport
-from offload.transfer.layout import bytes_of
+from offload.transfer.block import bytes_of
 from offload.weights.watched import watch
 
 _PIECE_BYTES = 256 << 20

@@ -31,7 +31,7 @@ from offload.checkpoint.kept import alias_of, is_collective, plain_parts
 from offload.engine import OffloadEngine
 from offload.saved.filters import Verdict, is_parameter, judge, waited
 from offload.saved.store import GATHER_BELOW
-from offload.transfer.layout import ViewLayout, WeakStorage, overlaps_itself, span_of
+from offload.transfer.block import ViewLayout, WeakStorage, overlaps_itself, span_of
 
 
 def kind_of(module: nn.Module) -> Hashable:

@@ -62,7 +62,7 @@ from offload.planner.operators import (
 )
 from offload.planner.profile import BlockProfile, SeenCall, TimedCall, kept_always, settled_seconds
 from offload.saved.filters import is_dtensor
-from offload.transfer.layout import WeakStorage
+from offload.transfer.block import WeakStorage
 
 
 @dataclass(slots=True, eq=False)

@@ -35,7 +35,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.parameter import is_lazy
 
 from offload.device import Device
-from offload.transfer.layout import WeakStorage
+from offload.transfer.block import WeakStorage
 
 TREES = "torch._inductor.cudagraph_trees"
 """The module that records such graphs: until it is imported there are none."""

@@ -26,9 +26,8 @@ from typing import Any
 import torch
 
 from offload.ids import ChunkId, GroupId, SlotId
-from offload.transfer.block import DeviceBlock, Transfer, living
+from offload.transfer.block import DeviceBlock, Transfer, ViewLayout, living
 from offload.transfer.coming import ComingReads
-from offload.transfer.layout import ViewLayout
 
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)

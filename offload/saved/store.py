@@ -29,10 +29,9 @@ from offload.device import Device, Lane
 from offload.errors import StaleHandleError
 from offload.saved.filters import ExternalKind, ExternalStorages
 from offload.saved.handles import Handle, Record, SavedChunk, SavedGroup, counts_with, modified
-from offload.transfer.block import BlockState, DeviceBlock
-from offload.transfer.copier import Priority
-from offload.transfer.engine import TransferEngine
-from offload.transfer.layout import (
+from offload.transfer.block import (
+    BlockState,
+    DeviceBlock,
     Layouts,
     ViewLayout,
     bytes_of,
@@ -42,6 +41,8 @@ from offload.transfer.layout import (
     span_of,
     view_of,
 )
+from offload.transfer.copier import Priority
+from offload.transfer.engine import TransferEngine
 
 KEPT_SHARE = 256
 """Part of a device limit, one in so many, that is at most counted too high for what stays."""

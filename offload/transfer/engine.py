@@ -69,10 +69,9 @@ from offload.ids import owner_of
 from offload.memory.arena import Block, HostArena, HostLender
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import Once, speaker
-from offload.transfer.block import BlockState, DeviceBlock, Transfer
+from offload.transfer.block import ALLOCATED_AT, PLACES, BlockState, DeviceBlock, Transfer, bytes_of
 from offload.transfer.captures import CaptureSide
 from offload.transfer.copier import Copier, Direction, Priority
-from offload.transfer.layout import ALLOCATED_AT, PLACES, bytes_of
 from offload.transfer.limits import Limits
 
 logger = speaker(__name__)

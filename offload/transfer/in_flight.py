@@ -43,8 +43,8 @@ from offload.ids import ChunkId
 from offload.memory.arena import HostArena
 from offload.telemetry.records import TransferCounts
 from offload.transfer.block import BlockState, CapturedGraph, DeviceBlock, Transfer, living
+from offload.transfer.copier import Stall, Stalls
 from offload.transfer.limits import Limits
-from offload.transfer.measured import Stall, Stalls
 
 
 class Owner(Protocol):

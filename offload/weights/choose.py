@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from offload.params.watched import Watched
-from offload.transfer.layout import is_dense
+from offload.transfer.block import is_dense
 from offload.weights.watched import StreamedWeight
 from offload.weights.weight import Weight
 

@@ -35,7 +35,7 @@ from offload.device import Lane
 from offload.device._cuda_memory import read_numbers
 from offload.ids import Owner
 from offload.params.watched import is_alone, untouched
-from offload.transfer.layout import bytes_of
+from offload.transfer.block import bytes_of
 from offload.weights.hooks import pack
 from offload.weights.order import Pass
 from offload.weights.residency import Residency

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.device import Device, Lane
-from offload.transfer.layout import is_dense
+from offload.transfer.block import is_dense
 from offload.weights.weight import BlockWeights, Holder, Weight, nobody
 
 

@@ -23,8 +23,8 @@ from offload.ids import Owner
 from offload.params.sections import check_budget
 from offload.params.watched import has_own_storage
 from offload.telemetry.speaker import progress
+from offload.transfer.block import is_dense
 from offload.transfer.copier import Priority
-from offload.transfer.layout import is_dense
 from offload.weights.hooks import pack
 from offload.weights.residency import Residency
 from offload.weights.watched import make_plain, orphan, watch

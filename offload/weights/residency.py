@@ -72,9 +72,8 @@ from offload.errors import OffloadError
 from offload.ids import Owner
 from offload.sizes import bytes_text
 from offload.telemetry.speaker import Once, speaker
-from offload.transfer.copier import Direction, Lease, Priority
+from offload.transfer.copier import Direction, Lease, Priority, Stalls
 from offload.transfer.limits import Cap
-from offload.transfer.measured import Stalls
 from offload.weights.hooks import Readers
 from offload.weights.order import Order
 from offload.weights.weight import BlockWeights, Weight

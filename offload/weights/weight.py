@@ -28,7 +28,7 @@ from offload.device.rows import expand_rows
 from offload.errors import OffloadError
 from offload.memory.arena import Block, HostArena
 from offload.params.watched import HOME, Claim, Stepper, Watched, is_alone, untouched, use_count, watched_in
-from offload.transfer.layout import bytes_of
+from offload.transfer.block import bytes_of
 
 Close = Callable[[], object]
 """Ends what a forward has opened."""

@@ -18,8 +18,8 @@ from offload.device.sim import ExecutorName, SimDevice, SimGraph
 from offload.ids import ChunkId, GroupId
 from offload.memory.arena import HostArena
 from offload.saved.handles import Handle, SavedChunk, SavedGroup
+from offload.transfer.block import bytes_of
 from offload.transfer.copier import Priority
-from offload.transfer.layout import bytes_of
 from tests.property.edges import devices
 
 NUMBERS = 1024  # of one saved tensor, float32

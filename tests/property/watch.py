@@ -20,9 +20,8 @@ from collections.abc import Callable, Sequence
 
 from offload import OffloadEngine, StepStats
 from offload.disk.worker import Stored
-from offload.transfer.block import BlockState, DeviceBlock, Transfer
+from offload.transfer.block import BlockState, DeviceBlock, Transfer, WeakStorage, bytes_of
 from offload.transfer.copier import Priority
-from offload.transfer.layout import WeakStorage, bytes_of
 
 
 class Watch:

@@ -29,7 +29,7 @@ from offload.device.sim import SimDevice
 from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
 from offload.saved.handles import Record
-from offload.transfer.layout import WeakStorage
+from offload.transfer.block import WeakStorage
 from tests.optim_pair import copies
 
 STRIDE = 13

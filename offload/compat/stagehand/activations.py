@@ -43,8 +43,7 @@ from offload.ids import SlotId
 from offload.memory.arena import Block
 from offload.saved.handles import Handle
 from offload.telemetry.records import ClientStats, JsonLines, StepStats
-from offload.transfer.block import BlockState, DeviceBlock
-from offload.transfer.layout import ViewLayout
+from offload.transfer.block import BlockState, DeviceBlock, ViewLayout
 from offload.watermark.ahead import ForecastOrder
 from offload.watermark.budget import ActivationBudgetManager, ActivationTransfer, MemoryMeter, meter_of
 from offload.watermark.forward import Forward

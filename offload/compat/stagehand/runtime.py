@@ -50,8 +50,7 @@ from offload.ids import Owner
 from offload.memory.arena import HostArena
 from offload.modules.hooks import CallsUnderWay, HookPair
 from offload.telemetry.speaker import speaker
-from offload.transfer.copier import Direction
-from offload.transfer.measured import total_ms
+from offload.transfer.copier import Direction, total_ms
 from offload.watermark.budget import meter_of
 from offload.weights.hooks import BlockCalls
 from offload.weights.stream import WeightStream

@@ -21,9 +21,8 @@ from offload.config import MIB, described
 from offload.device import Device, Event
 from offload.telemetry.records import JsonLines
 from offload.telemetry.speaker import Once, speaker
-from offload.transfer.copier import Priority
+from offload.transfer.copier import Priority, Stall
 from offload.transfer.limits import Cap, Contributor
-from offload.transfer.measured import Stall
 from offload.watermark.budget import ActivationBudgetManager
 from offload.weights.order import Pass
 from offload.weights.stream import WeightStream

@@ -11,7 +11,7 @@ from torch import Tensor
 from offload import OffloadError
 from offload.checkpoint.kept import KeptCall, RandomStep, alias_of, check_keepable, make_of, version_probe
 from offload.saved.handles import Passed
-from offload.transfer.layout import WeakStorage
+from offload.transfer.block import WeakStorage
 
 aten = torch.ops.aten
 

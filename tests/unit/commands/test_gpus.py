@@ -15,7 +15,7 @@ from offload.device.sim import SimDevice
 from offload.engine import OffloadEngine
 from offload.memory.budget import LocalHostBudget
 from offload.policy.actions import Rates
-from offload.transfer import measured
+from offload.transfer import copier
 
 MIB = 1 << 20
 RATES = {"sim:0": (40.0, 20.0), "sim:1": (10.0, 30.0)}
@@ -24,7 +24,7 @@ RATES = {"sim:0": (40.0, 20.0), "sim:1": (10.0, 30.0)}
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "_COPY_BYTES", MIB)
+    monkeypatch.setattr(copier, "_COPY_BYTES", MIB)
     monkeypatch.setattr(machine, "LINK_TEST_BYTES", 2 * MIB)
     monkeypatch.setattr(machine, "_GRACE_S", 0.2)
 
@@ -48,11 +48,11 @@ def test_each_link_is_measured_alone_and_all_at_once_and_pinning_once() -> None:
 
     def kept(name: str) -> OffloadEngine:
         engine = simulated(name)
-        measured = engine.measure_link
+        copier = engine.measure_link
 
         def seen(line_up: Callable[[], None] | None = None) -> Rates | None:
             order.extend([name] if line_up is None else [])
-            return measured(line_up)
+            return copier(line_up)
 
         engine.measure_link = seen  # type: ignore[method-assign]
         engines.append(engine)
@@ -87,13 +87,13 @@ def test_a_gpu_that_vanishes_is_an_error_and_the_other_has_its_figures(when: str
         if name == "sim:1":
             if when == "first":
                 raise RuntimeError("CUDA error: unspecified launch failure\nCompile with ...")
-            measured, calls = engine.measure_link, []
+            copier, calls = engine.measure_link, []
 
             def second_fails(line_up: object = None) -> object:
                 calls.append(1)
                 if len(calls) > 1:
                     raise RuntimeError("CUDA error: device lost")
-                return measured()
+                return copier()
 
             engine.measure_link = second_fails  # type: ignore[method-assign, assignment]
         return engine

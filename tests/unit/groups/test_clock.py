@@ -8,8 +8,8 @@ from offload import OffloadEngine
 from offload.device.sim import SimDevice
 from offload.groups.seen import StepClock
 from offload.policy.actions import Action
+from offload.transfer.copier import Stall
 from offload.transfer.engine import TransferEngine
-from offload.transfer.measured import Stall
 
 F0, B0 = Action("F", 0, 0), Action("B", 0, 0)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import offload
 from offload import PipelineOffloadManager, StaleHandleError, StepStats, init_chunk_handler
 from offload.saved.store import KEPT_SHARE
-from offload.transfer.layout import WeakStorage
+from offload.transfer.block import WeakStorage
 from tests.unit.groups.both import run_both
 from tests.unit.groups.stack import build_manager, gpipe, installed, no_pipeline
 

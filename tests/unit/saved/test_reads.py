@@ -13,8 +13,7 @@ from torch import Tensor
 
 from offload.device.sim import ExecutorName
 from offload.errors import StaleHandleError
-from offload.transfer.block import BlockState
-from offload.transfer.layout import WeakStorage
+from offload.transfer.block import BlockState, WeakStorage
 from tests.threads import run_all
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
 

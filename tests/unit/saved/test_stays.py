@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from offload.transfer.block import BlockState
-from offload.transfer.layout import WeakStorage
+from offload.transfer.block import BlockState, WeakStorage
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits
 from tests.unit.saved.test_views import keep
 

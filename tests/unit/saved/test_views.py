@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload.device.sim import ExecutorName
 from offload.memory.budget import LocalHostBudget
-from offload.transfer.layout import WeakStorage
+from offload.transfer.block import WeakStorage
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, bits
 
 ALLOCATED_AT = 64

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.utils._pytree import tree_map
 
 from offload.saved.handles import Handle, Passed
-from offload.transfer.layout import WeakStorage
+from offload.transfer.block import WeakStorage
 from tests.unit.saved.rig import Rig, assert_equal_bits
 from tests.unit.saved.test_views import keep
 

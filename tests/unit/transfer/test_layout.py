@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.transfer.layout import (
+from offload.transfer.block import (
     ALIGNMENT,
     Layouts,
     ViewLayout,

@@ -9,7 +9,7 @@ from offload import OffloadConfig, OffloadEngine
 from offload.device.sim import SimDevice
 from offload.memory.arena import HostArena
 from offload.memory.budget import LocalHostBudget
-from offload.transfer import measured
+from offload.transfer import copier
 from offload.transfer.copier import CapsAdmission, Copier
 from offload.transfer.limits import Limits
 
@@ -19,16 +19,14 @@ LIMITS = Limits(OffloadConfig())
 
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "_COPY_BYTES", 64 * KIB)
+    monkeypatch.setattr(copier, "_COPY_BYTES", 64 * KIB)
 
 
 def test_measuring_lines_up_before_each_of_its_three_parts_and_lends_nothing_afterwards() -> None:
     device = SimDevice()
     arena = HostArena(device, budget=LocalHostBudget(1 << 30))
     lent: list[int] = []
-    measured.measure_rates(
-        Copier(device, CapsAdmission(LIMITS)), arena, lambda: lent.append(arena.lent_bytes)
-    )
+    copier.measure_rates(Copier(device, CapsAdmission(LIMITS)), arena, lambda: lent.append(arena.lent_bytes))
     assert lent == [128 * KIB] * 3
     assert arena.lent_bytes == 0
 
@@ -37,17 +35,15 @@ def test_a_rank_without_host_memory_lines_up_as_often_as_the_others() -> None:
     device = SimDevice()
     arena = HostArena(device, budget=LocalHostBudget(0))
     times: list[int] = []
-    assert (
-        measured.measure_rates(Copier(device, CapsAdmission(LIMITS)), arena, lambda: times.append(1)) is None
-    )
+    assert copier.measure_rates(Copier(device, CapsAdmission(LIMITS)), arena, lambda: times.append(1)) is None
     assert len(times) == 3
 
 
 def test_copies_that_take_no_time_give_no_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimDevice()
     arena = HostArena(device, budget=LocalHostBudget(1 << 30))
-    monkeypatch.setattr(measured, "_seconds", lambda *_: 0.0)
-    assert measured.measure_rates(Copier(device, CapsAdmission(LIMITS)), arena, lambda: None) is None
+    monkeypatch.setattr(copier, "_seconds", lambda *_: 0.0)
+    assert copier.measure_rates(Copier(device, CapsAdmission(LIMITS)), arena, lambda: None) is None
     assert arena.lent_bytes == 0
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from offload.device import Event
 from offload.device.sim import ExecutorName, SimDevice
 from offload.memory.budget import LocalHostBudget
-from offload.transfer.block import BlockState
-from offload.transfer.layout import WeakStorage
+from offload.transfer.block import BlockState, WeakStorage
 from tests.inside import impose
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
 

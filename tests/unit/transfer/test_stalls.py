@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offload.device.sim import SimDevice, SimLane
-from offload.transfer.measured import Stall, Stalls, all_passed, total_ms
+from offload.transfer.copier import Stall, Stalls, all_passed, total_ms
 
 
 class CountingDevice(SimDevice):

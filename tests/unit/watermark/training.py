@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from offload import OffloadConfig, OffloadEngine
 from offload.compat.stagehand.activations import ActivationRuntime
 from offload.device.sim import ExecutorName, SimDevice
-from offload.transfer.layout import WeakStorage
+from offload.transfer.block import WeakStorage
 
 EXECUTORS: tuple[ExecutorName, ...] = ("late", "early", "random", "clock")
 WIDTH, ROWS = 64, 128
