@@ -1,7 +1,6 @@
 """Park and wake: the training state of a model leaves the device between phases, and comes back."""
 
-from offload.park.api import park, parked
-from offload.park.parked import Parked
+from offload.park.parked import Parked, park, parked
 from offload.park.report import KindReport, ParkReport
 
 __all__ = ["KindReport", "ParkReport", "Parked", "park", "parked"]

@@ -32,8 +32,7 @@ import torch
 from offload.device import Device
 from offload.engine import OffloadEngine
 from offload.ids import Owner
-from offload.park.census import Entry
-from offload.park.memory import KindMemory
+from offload.park.census import Entry, KindMemory
 from offload.park.report import Kind, ParkReport
 from offload.transfer.block import bytes_of
 from offload.weights.watched import watch

@@ -66,7 +66,7 @@ def test_gradients_and_state_wait_while_a_trainers_model_generates(tmp_path: Pat
                 return forward(*args, **kwargs)
 
             def callback_handle() -> Any:
-                from offload.park.api import _known
+                from offload.park.parked import _known
 
                 return _known.get(model)
 
