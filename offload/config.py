@@ -89,6 +89,12 @@ def check_flags(config: Any) -> None:
             raise ValueError(f"{one.name} is {value!r}, must be True or False")
 
 
+def check_telemetry_file(path: object) -> None:
+    """ValueError unless `path` is text that may name a file."""
+    if not (path and isinstance(path, str)):
+        raise ValueError(f"telemetry_file is {path!r}, must be the path of a file, as text")
+
+
 def config_or_fields(kind: type[C], config: C | None, given: Mapping[str, Any], of: str) -> C:
     """`config`, or one of the fields that are given. of: who is built from it. Raises ValueError for both."""
     if config is not None and given:

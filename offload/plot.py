@@ -71,7 +71,7 @@ def plot(path: str | Path, shown: Trace | Explanation, *, title: str | None = No
     draws.
     """
     if isinstance(shown, Explanation):
-        draw_explanation(shown, path, title=title)
+        figure_of(shown, title=title).savefig(path, dpi=_DPI)
         return
     if not isinstance(shown, Trace):
         raise TypeError(
@@ -99,11 +99,6 @@ _DPI = 150
 _ROW, _MOST_HEIGHT = 0.24, 11.0  # inches, of a block and of the picture
 _MOST_LABELS = 40
 _CELL = 0.92  # of a column, where the call that saves most fills it
-
-
-def draw_explanation(explained: Explanation, path: str | Path, *, title: str | None = None) -> None:
-    """Write the picture; the format is that of the file's suffix. Arguments and errors as `figure_of`."""
-    figure_of(explained, title=title).savefig(path, dpi=_DPI)
 
 
 def figure_of(explained: Explanation, *, title: str | None = None) -> Any:

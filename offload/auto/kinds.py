@@ -132,7 +132,7 @@ def place(
         choice, slab = _chosen(model, blocks, where, None, least)
         if is_away and choice is None:  # nothing of ours brings it to the device
             return None
-    loads = _loads(model, where, choice, able, optimizer, moves=moves)
+    loads = _loads(model, choice, able, optimizer, moves=moves)
     fits = not measures or device_bytes(loads, all_of(loads)) <= _WITHOUT_OPTIMIZER * total_bytes
     if fits and optimizer is None and not is_away and not is_by_hand:
         return None
@@ -140,7 +140,7 @@ def place(
     if quantize == "auto" and choice is not None and split.weights < loads.weights and not is_by_hand:
         int8, slab = _chosen(model, blocks, where, "int8", least)
         if int8 is not None:
-            choice, loads = int8, _loads(model, where, int8, able, optimizer, moves=moves)
+            choice, loads = int8, _loads(model, int8, able, optimizer, moves=moves)
             split = first_split(loads, total_bytes)
     if device_bytes(loads, least_of(loads)) > total_bytes:
         could_move = optimizer is not None and not moves and is_fused_adam(type(optimizer))
@@ -198,7 +198,6 @@ def _is_streamable(optimizer: Optimizer) -> bool:
 
 def _loads(
     model: nn.Module,
-    where: torch.device,
     choice: Choice | None,
     able: Sequence[str],
     optimizer: Optimizer | None,

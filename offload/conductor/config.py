@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from offload.config import check_flags, check_index, described, load_fields
+from offload.config import check_flags, check_index, check_telemetry_file, described, load_fields
 
 MIB = 1 << 20
 
@@ -84,10 +84,7 @@ class ConductorConfig:
         check_index("telemetry_interval", self.telemetry_interval)
         if self.bridge not in get_args(BridgeName):
             raise ValueError(f"bridge is {self.bridge!r}, must be 'turns' or 'v0'")
-        if not (self.telemetry_file and isinstance(self.telemetry_file, str)):
-            raise ValueError(
-                f"telemetry_file is {self.telemetry_file!r}, must be the path of a file, as text"
-            )
+        check_telemetry_file(self.telemetry_file)
 
     @property
     def soft_bytes(self) -> int:

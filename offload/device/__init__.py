@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from offload.device.base import CaptureWatcher, CopyPair, Device, Event, Graph, HostMemory, Lane
-
-__all__ = [
-    "CaptureWatcher",
-    "CopyPair",
-    "Device",
-    "Event",
-    "Graph",
-    "HostMemory",
-    "Lane",
-    "device_bytes",
-    "device_name",
-    "select_device",
-    "usable_bytes",
-]
+from offload.device.base import CaptureWatcher as CaptureWatcher
+from offload.device.base import CopyPair as CopyPair
+from offload.device.base import Device as Device
+from offload.device.base import Event as Event
+from offload.device.base import Graph as Graph
+from offload.device.base import HostMemory as HostMemory
+from offload.device.base import Lane as Lane
 
 
 def device_bytes(device: torch.device | None = None) -> int | None:

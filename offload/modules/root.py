@@ -119,7 +119,8 @@ class ModelRoot(Root):
         self._steps = steps
         self.manager = manager
         self._everything = everything
-        self._expects_checkpoints = False
+        self.has_checkpoints = False
+        """Others checkpoint what the model calls, so that its own group takes what is saved between."""
         self._begun = 0  # forwards since the last step's end
         self._ran: set[str] = set()
         self._alone: tuple[SavedChunk, set[str]] | None = None  # a forward without the model, and its blocks
@@ -153,7 +154,7 @@ class ModelRoot(Root):
         elif self._here.running == 0:
             if torch.is_grad_enabled() and self.peak.forward_begins(self.manager().ends_by_hand):
                 watched = self.manager().engine.hooks.push(self.peak)
-            checkpoints = self._expects_checkpoints or (self._begun <= 1 and self._checkpoints())
+            checkpoints = self.has_checkpoints or (self._begun <= 1 and self._checkpoints())
             if self._everything or checkpoints:
                 try:
                     call = self.open_own()
@@ -200,13 +201,13 @@ class ModelRoot(Root):
     def _checkpoints(self) -> bool:
         """Predicate: blocks run inside checkpoints. Looked at in the first forward of a step. Note: [A block
         inside a checkpoint]."""
-        if not self._expects_checkpoints:
+        if not self.has_checkpoints:
             model = self._model()
             assert model is not None
-            self._expects_checkpoints = any(
+            self.has_checkpoints = any(
                 module.training and is_checkpointing(module) for module in inner_modules(model)
             )
-            if self._expects_checkpoints and not self.recomputes:
+            if self.has_checkpoints and not self.recomputes:
                 self.say_once(
                     "checkpoints",
                     "%s runs its layers in checkpoints of its own: they run twice, and only their inputs "
@@ -214,7 +215,7 @@ class ModelRoot(Root):
                     "switch them off too, and choose mode='auto' or 'hidden_states'",
                     self.checkpoints_off,
                 )
-        return self._expects_checkpoints
+        return self.has_checkpoints
 
     def _begin_chunk(self, *, may_end: bool = True) -> None:
         """A forward begins: of the model, or of a block that is called without it. may_end: it may be the
@@ -250,12 +251,6 @@ class ModelRoot(Root):
         handler = self.manager().active_handler()
         self._alone = None if handler is None else (handler.saved, {name})
 
-    @property
-    def has_checkpoints(self) -> bool:
-        """Predicate: others checkpoint what the model calls, so that its own group takes what is saved
-        between."""
-        return self._expects_checkpoints
-
     def is_last(self, name: str) -> bool:
         """Predicate: after this block come the head and the loss."""
         return name == self._last
@@ -277,11 +272,7 @@ class ModelRoot(Root):
     def note_checkpointed(self) -> None:
         """A block is called inside a checkpoint: from the next forward on, the model's group takes its
         input."""
-        self._expects_checkpoints = True
-
-    def note_head(self) -> None:
-        """The output head begins: what is saved from here on is read back at once."""
-        self.takes = False
+        self.has_checkpoints = True
 
     def open_own(self) -> OpenCall | None:
         """Open the group of the model's own forward, for what is saved in no block."""
@@ -389,7 +380,7 @@ class HeadCalls:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch._C._current_graph_task_id() == -1:
-            self._root.note_head()
+            self._root.takes = False  # what is saved from here on is read back at once
 
     def leave(self, state: None, output: Any, failed: bool) -> None:
         """The head is over. What comes after it, the loss, is read back as soon."""

@@ -110,11 +110,11 @@ class MixedSearch:
         self.problem = problem
         self._rest = rest
         self._compute_s = action_seconds(problem.actions, problem.blocks, problem.rest_s)
-        self._chunks = [action.chunk for action in problem.actions if action.kind == "F"]
-        self._blocks = [tuple(problem.blocks[chunk]) for chunk in self._chunks]
+        self.chunks = [action.chunk for action in problem.actions if action.kind == "F"]
+        self._blocks = [tuple(problem.blocks[chunk]) for chunk in self.chunks]
         self._plain_s = sum(self._compute_s)
         self._halves = {action.chunk for action in problem.actions if action.kind == "I"}
-        self._num_units = units_a_chunk(len(self._chunks))
+        self._num_units = units_a_chunk(len(self.chunks))
         path = {block: path_of(block) for own in self._blocks for block in set(own)}
         self._paths = [[path[block] for block in own] for own in self._blocks]
         # that the W of a split backward reads of a chunk
@@ -139,10 +139,6 @@ class MixedSearch:
             return False
         return best.result.moved_bytes == 0 and best.result.recompute_s == 0.0
 
-    @property
-    def chunks(self) -> Sequence[ChunkKey]:
-        return self._chunks
-
     def uniform(self) -> Iterator[tuple[Levels, ...]]:
         """All chunks alike, from the last level to plain: every block at one level, and between two levels a
         part of the blocks at the further one."""
@@ -153,7 +149,7 @@ class MixedSearch:
         """Keep equal parts of all chunks, or most of those that are read soonest."""
         sizes = self._sizes(levels, (0,) * len(levels))
         saved_limit = max(0, self.problem.limit_bytes - self._again_room(levels))
-        most = dict.fromkeys(self._chunks, 0)
+        most = dict.fromkeys(self.chunks, 0)
         for key in limit_keeps(self.problem.actions, sizes, saved_limit, 0, 0):
             most[key.chunk] += sizes[key.chunk][key.position].nbytes
         windows = self._windows(levels)
@@ -163,11 +159,11 @@ class MixedSearch:
             return
         for part in _KEEP_STARTS:
             for window in windows:
-                kept = tuple(part * most[chunk] for chunk in self._chunks)
+                kept = tuple(part * most[chunk] for chunk in self.chunks)
                 self.try_state(self._start(levels, kept, window))
         for part in _SHORT_LIVES_STARTS:
             short = short_lives_bytes(self.problem.actions, sizes, part * saved_limit)
-            kept = tuple(float(short[chunk]) for chunk in self._chunks)
+            kept = tuple(float(short[chunk]) for chunk in self.chunks)
             self.try_state(self._start(levels, kept, windows[1]))
 
     def _start(self, levels: tuple[Levels, ...], kept: tuple[float, ...], window: float) -> State:
@@ -196,7 +192,7 @@ class MixedSearch:
         least that it needs: nothing kept, nothing fetched early."""
         last, *_, plain = [*self.uniform()] * 2
         everything = tuple(float(self._saved(at, own)) for at, own in enumerate(plain))
-        nothing = (0.0,) * len(self._chunks)
+        nothing = (0.0,) * len(self.chunks)
         for levels, kept in ((plain, everything), (last, nothing), (plain, nothing)):
             if self.best is None or self.best.score[0] > 0:
                 self.try_state(State(levels, kept, 0.0, self.problem.limit_bytes))
@@ -204,7 +200,7 @@ class MixedSearch:
     def climb(self) -> None:
         """Change the best states of different levels while that helps, all chunks alike and then each run of
         them; with few levels other states of the same ones, too."""
-        every = range(len(self._chunks))
+        every = range(len(self.chunks))
         # a long step's chunks in runs: one alone changes little
         run = math.ceil(len(every) / _MOST_RUNS) or 1
         every_start = sorted(self._starts, key=lambda trial: trial.score)
@@ -240,7 +236,7 @@ class MixedSearch:
             return False
         sizes = self._sizes(state.levels, leaving)
         room = round(min(max(state.window_bytes, 0.0), state.limit_bytes))
-        kept = dict(zip(self._chunks, state.kept_bytes, strict=True))
+        kept = dict(zip(self.chunks, state.kept_bytes, strict=True))
         keeps = tail_keeps(sizes, kept)
         half_room = round(state.half_room_bytes)
         key = (state.levels, leaving, keeps, room, half_room, state.limit_bytes)
@@ -347,11 +343,11 @@ class MixedSearch:
         """Of each chunk, how many recomputed blocks leave something for its W."""
         return tuple(
             num_leaving(own, levels, state.again_room_bytes) if chunk in self._halves else 0
-            for chunk, own, levels in zip(self._chunks, self._blocks, state.levels, strict=True)
+            for chunk, own, levels in zip(self.chunks, self._blocks, state.levels, strict=True)
         )
 
     def _sizes(self, levels: tuple[Levels, ...], leaving: tuple[int, ...]) -> dict[ChunkKey, list[GroupSize]]:
-        return {chunk: self._groups_of(at, levels[at], leaving[at]) for at, chunk in enumerate(self._chunks)}
+        return {chunk: self._groups_of(at, levels[at], leaving[at]) for at, chunk in enumerate(self.chunks)}
 
     def _groups_of(self, at: int, levels: Levels, leaving: int) -> list[GroupSize]:
         key = self._alike[at], levels, leaving
@@ -367,7 +363,7 @@ class MixedSearch:
 
     def _recompute_s(self, levels: tuple[Levels, ...], leaving: tuple[int, ...]) -> float:
         total_s = 0.0
-        for chunk, own, chosen, left in zip(self._chunks, self._blocks, levels, leaving, strict=True):
+        for chunk, own, chosen, left in zip(self.chunks, self._blocks, levels, leaving, strict=True):
             again_s = [block.menu[at].recompute_s for block, at in zip(own, chosen, strict=True) if at]
             total_s += sum(again_s) + (sum(again_s[left:]) if chunk in self._halves else 0.0)
         return total_s

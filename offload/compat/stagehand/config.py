@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from offload.compat.stagehand.backend_cpu import checked_classes
-from offload.config import MIB, check_flags, check_index, described, load_fields, naming_near
+from offload.config import (
+    MIB,
+    check_flags,
+    check_index,
+    check_telemetry_file,
+    described,
+    load_fields,
+    naming_near,
+)
 
 _ALIGNMENTS = [1 << power for power in range(10)]
 """Bytes, up to those at which the arena aligns masters."""
@@ -200,10 +208,7 @@ class ActivationConfig:
         if self.min_numel is not None:
             check_index("min_numel", self.min_numel)
         check_flags(self)
-        if not (self.telemetry_file and isinstance(self.telemetry_file, str)):
-            raise ValueError(
-                f"telemetry_file is {self.telemetry_file!r}, must be the path of a file, as text"
-            )
+        check_telemetry_file(self.telemetry_file)
         checked_classes(self.pinned_pool_classes_mb, self.slabs_per_class, name="pinned_pool_classes_mb")
         for name in ("pinned_pool_classes_mb", "slabs_per_class"):
             value = getattr(self, name)
