@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import add
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from offload.planner.profile import BlockProfile
 from offload.policy.actions import Action, ChunkKey
 from offload.policy.lengths import STEPS, Lengths
 from offload.policy.menu import Block, Level, Menu
@@ -36,16 +37,6 @@ ReadParts = tuple[float, float]
 """Of what a plain block saves, what its W reads, and what its W alone reads."""
 
 
-class Profile(Protocol):
-    """Of one kind of block, for one number of tokens."""
-
-    @property
-    def forward_s(self) -> float: ...
-
-    @property
-    def menu(self) -> Menu: ...
-
-
 class Ran(NamedTuple):
     """One call of a block. profile: for its number of tokens; None in the step that profiles. level: its
     place in the menu. input_bytes: the measure of its tokens. weight_bytes: what the W of a split backward
@@ -53,7 +44,7 @@ class Ran(NamedTuple):
     not read.
     left: its I left all that its W reads, which computed nothing again."""
 
-    profile: Profile | None
+    profile: BlockProfile | None
     level: int
     input_bytes: int = 1
     weight_bytes: int | None = None
