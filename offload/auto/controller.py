@@ -31,8 +31,8 @@ from torch import nn
 from offload.auto.calls import BlockCalls, Chosen
 from offload.auto.kinds import Kinds
 from offload.auto.ladder import Ended, Ladder, State, Tried
-from offload.auto.memory import BLOCKS, AutoMemory
-from offload.auto.plan import AutoPlan, measure_link, pin_free
+from offload.auto.memory import BLOCKS, AutoMemory, pin_free
+from offload.auto.plan import AutoPlan, measure_link
 from offload.auto.ranks import AutoRanks
 from offload.auto.rests import Rests
 from offload.checkpoint.hidden_states import BeforeAgain

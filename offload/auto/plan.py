@@ -21,12 +21,11 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 from offload.auto.calls import BlockCalls
-from offload.auto.memory import AutoMemory
+from offload.auto.memory import AutoMemory, pin_free
 from offload.engine import OffloadEngine
-from offload.errors import HostBudgetError
 from offload.groups.manager import GroupsManager
 from offload.planner.work import Ran, RecentSteps, StepWork, with_halves
 from offload.policy.actions import ChunkKey, GroupSize, Rates
@@ -66,11 +65,14 @@ copies once 11 GB were left for saved tensors; the step took 3005 ms, and 2589 b
 _MORE_PLANS = 2
 """Of one shape of step, for the room that there came to be under the plan before."""
 
+Calculation = Callable[[Callable[[], object]], MixedPlan]
+"""A search, which calls what it is given between its parts."""
+
 
 class _Search(NamedTuple):
     """Under way. shape, lengths: of the steps that it is for."""
 
-    plan: Beside[MixedPlan]
+    plan: Beside
     shape: object
     lengths: Mapping[int, float]
 
@@ -327,22 +329,6 @@ class AutoPlan:
         return wanted_bytes <= min(arena.budget.limit_bytes, arena.held_bytes + most_new_bytes)
 
 
-def pin_free(engine: OffloadEngine, wanted_bytes: int, most_bytes: int) -> bool:
-    """Pin until so many bytes are free beside what is lent, so many more at most, as far as the budget goes.
-    Returns whether that is all of it. For between steps. Blocks the host: 1 ms for each 17 MB."""
-    arena = engine.arena
-    held, wanted = arena.held_bytes, wanted_bytes + arena.lent_bytes
-    wanted = min(wanted, arena.budget.limit_bytes)
-    if not engine.device.pins or wanted <= held:
-        return True
-    try:
-        engine.reserve_host(min(wanted, held + most_bytes))
-    except HostBudgetError as error:  # other ranks hold it; what finds no block is counted and said
-        logger.info("auto: not all host memory that was planned is pinned: %s", error)
-        return False
-    return wanted <= held + most_bytes
-
-
 def _host_bytes(plan: MixedPlan) -> int:
     """Of what each block saves at its level, the most at once."""
     sizes = {
@@ -361,7 +347,7 @@ def measure_link(engine: OffloadEngine) -> None:
         engine.reserve_host(max(LINK_TEST_BYTES, engine.config.host_reserve_bytes))
 
 
-def _timed(choose: Callable[..., MixedPlan], work: StepWork) -> Callable[[Callable[[], object]], MixedPlan]:
+def _timed(choose: Callable[..., MixedPlan], work: StepWork) -> Calculation:
     """`choose` with the rest of its arguments, which says how long it took."""
 
     def chosen(rest: Callable[[], object]) -> MixedPlan:
@@ -376,8 +362,6 @@ def _timed(choose: Callable[..., MixedPlan], work: StepWork) -> Callable[[Callab
     return chosen
 
 
-T = TypeVar("T")
-
 _REST = 3.0
 """Seconds for each that it worked, waiting for the interpreter not counted."""
 
@@ -388,15 +372,15 @@ class _Stopped(BaseException):
     """Nobody wants the result any more."""
 
 
-class Beside(Generic[T]):
-    """calculate: is given a function that it calls between its parts, and issues nothing to the device.
-    waits: it runs here and now, without rests. Blocks the host then, else never but in `result`."""
+class Beside:
+    """A search on a thread of its own. calculate: issues nothing to the device. waits: it runs here and
+    now, without rests. Blocks the host then, else never but in `result`."""
 
-    def __init__(self, calculate: Callable[[Callable[[], object]], T], *, waits: bool = False) -> None:
+    def __init__(self, calculate: Calculation, *, waits: bool = False) -> None:
         self._calculate = calculate
         self._is_stopped = False
         self._began_s = 0.0  # to work
-        self._found: list[T] = []
+        self._found: list[MixedPlan] = []
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if waits:
@@ -410,7 +394,7 @@ class Beside(Generic[T]):
     def is_over(self) -> bool:
         return self._thread is None or not self._thread.is_alive()
 
-    def result(self) -> T:
+    def result(self) -> MixedPlan:
         """What was calculated. Blocks the host until it is. Raises what the calculation raised."""
         if self._thread is not None:
             self._thread.join()
@@ -440,7 +424,7 @@ class Beside(Generic[T]):
             raise _Stopped
 
 
-_running = weakref.WeakSet[Beside[Any]]()
+_running = weakref.WeakSet[Beside]()
 
 
 @atexit.register

@@ -45,7 +45,7 @@ def gate(monkeypatch: pytest.MonkeyPatch, new_run: Callable[[float], Run]) -> It
     made.opened.set()
 
 
-def search_of(run: Run) -> Beside[MixedPlan]:
+def search_of(run: Run) -> Beside:
     auto = run.handle._auto
     assert auto is not None
     assert auto.plan._search is not None
