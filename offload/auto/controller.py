@@ -41,6 +41,7 @@ from offload.device import Device, Event
 from offload.engine import OffloadEngine
 from offload.groups.group import HEAD, Cost
 from offload.groups.manager import GroupsManager
+from offload.modules.hooks import output_tensors
 from offload.modules.root import ModelRoot
 from offload.params.view import local_of
 from offload.planner.explained import Explanation
@@ -168,6 +169,9 @@ class Auto(Client):
         manager = self._manager()
         engine, head_bytes = manager.engine, self.memory.head_bytes
         self.memory.phase_begins(engine, HEAD)
+        made = next(output_tensors(output), None) if self.memory.is_measured else None
+        if made is not None and made.grad_fn is not None:
+            made.grad_fn.register_prehook(partial(self.memory.backward_begins, engine.device))
         if self.plan.followed is None and self.ladder is not None:
             group = root.open_group(HEAD)
         elif head_bytes:

@@ -293,7 +293,8 @@ class Kinds:
         if ladder.state is State.REFUSED:
             self.is_open = False
             instead = self._first if self.now != self._first else least_of(self.loads)
-            if self.now != instead:
+            # not measured yet: the least split has passed the total, too
+            if self.now != instead and ladder.trace is not None:
                 self._go(instead, ladder, shift)
         elif self.is_open and not has_moved:
             self._compare(ladder, shift)

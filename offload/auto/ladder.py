@@ -156,6 +156,7 @@ class Ladder:
         self.pins: Callable[[int], bool] = lambda nbytes: True
         self.tried: dict[str, Tried] = {}
         self._offset = 0.0  # of peaks, measured less what is calculated
+        self._least_offset = -inf  # by steps unlike the measured one, that passed the total
         self._looks = 0
         self._queue: list[Rule] = []
         self._at = 0  # of `_WAYS`, that is followed
@@ -258,7 +259,12 @@ class Ladder:
             measured = self.state is not State.MEASURE
             if step.peak_bytes and measured and not self._ran_plan:
                 factor = step.input_bytes / max(1, trace.input_bytes)
-                self._offset = step.peak_bytes - peak_bytes(trace, self.costs, self.rule_for(factor), factor)
+                if abs(factor - 1.0) <= _ALIKE:
+                    said = peak_bytes(trace, self.costs, self.rule_for(factor), factor)
+                    self._offset = max(self._least_offset, step.peak_bytes - said)
+                elif is_over:  # more microbatches, or fewer blocks: what of it is longer is not known
+                    said = peak_bytes(trace, self.costs, self.rule)
+                    self._least_offset = self._offset = max(self._offset, step.peak_bytes - said)
             aim = self.total_bytes * (_AIM if measured else _FIRST_AIM) - self._offset
             fits = tuple(
                 fitting(trace, self.costs, aim, moves=moves, by_kind=by_kind) for moves, by_kind in _WAYS

@@ -21,8 +21,13 @@ One invariant: a limit of its own holds while a plan is followed, and the config
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf
 
+import torch
+
+from offload.client import weakly
+from offload.device import Device
 from offload.engine import OffloadEngine
 from offload.errors import DeviceTotalError, HostBudgetError
 from offload.groups.group import HEAD
@@ -31,6 +36,7 @@ from offload.sizes import bytes_text
 from offload.telemetry.records import StepStats
 from offload.telemetry.speaker import Once, speaker
 from offload.transfer.limits import CONFIG, Contributor
+from offload.versions import queue_callback
 
 logger = speaker(__name__)
 
@@ -117,6 +123,16 @@ class AutoMemory:
             return 0
         self._highest = peak_bytes
         return peak_bytes
+
+    def backward_begins(self, device: Device, gradients: object) -> None:
+        """The backward has come to a model's last block. The peak is read as it ends: a loop may reset
+        torch's behind it, as loggers do."""
+        if torch._C._current_graph_task_id() != -1:
+            queue_callback(partial(weakly(self._backward_ended), device))
+
+    def _backward_ended(self, device: Device) -> None:
+        if (found := device.allocator_bytes()) is not None:
+            self._peak_bytes = max(self._peak_bytes, found[1])
 
     def phase_begins(self, engine: OffloadEngine, phase: str) -> None:
         """In the steps before a plan: what the phase that ends has needed beside saved tensors."""

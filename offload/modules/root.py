@@ -307,8 +307,9 @@ class ModelRoot(Root):
                 self.say_once(
                     "never",
                     "an optimizer steps parameters of %s, and no forward of it was seen since apply(): "
-                    "nothing leaves. Hooks run where a module is called, not its forward(); a model that was "
-                    "copied, or compiled before apply(), has none",
+                    "nothing leaves. Hooks run where a module is called, not its forward(): where a loss "
+                    "calls an inner model alone, give apply() that. A model that was copied, or compiled "
+                    "before apply(), has none",
                 )
             return
         missed = [name for name in self._blocks if name not in ran]

@@ -486,6 +486,56 @@ def test_a_plan_is_tried_only_where_the_host_holds_what_it_moves(
     assert all(map(torch.equal, run.weights(), weights))
 
 
+def test_more_and_fewer_microbatches_than_were_measured_keep_the_total(
+    allocated: Callable[..., AllocatedRun],
+) -> None:
+    """They were taken for longer forwards, so one that took no more said that there was room."""
+    run = allocated(8, device_total="110kB", gives_optimizer=True)
+    peaks = []
+    for number in range(24):
+        run.device.reset_allocator_peak()
+        for _ in range(1 + number % 3):
+            torch.manual_seed(number)
+            run.model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        peaks.append(run.device.peak)
+    assert max(peaks) <= 1.01 * 110_000
+
+
+def test_a_loop_that_catches_the_refusal_trains_on_where_weights_may_move(
+    allocated: Callable[..., AllocatedRun],
+) -> None:
+    run, refusals = allocated(BLOCKS, device_total="40kB"), []
+    for number in range(24):
+        try:
+            run.steps(1, seed=number)
+        except DeviceTotalError:
+            run.optimizer.zero_grad()
+            refusals.append(number)
+            run.steps(1, seed=number)
+    assert len(refusals) == 1
+    assert run.ladder.state is State.REFUSED
+
+
+def test_a_peak_that_the_loop_resets_behind_its_backward_is_known(
+    allocated: Callable[..., AllocatedRun],
+) -> None:
+    plain_bytes, _ = plain_run(allocated, 2)
+    total = halfway(allocated, plain_bytes)
+    run = allocated(BLOCKS, device_total=total)
+    peaks = []
+    for number in range(16):
+        run.device.reset_allocator_peak()
+        torch.manual_seed(number)
+        run.model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+        peaks.append(run.device.peak)
+        run.device.reset_allocator_peak()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert max(peaks) <= 1.01 * int(total[:-1])
+
+
 def test_a_handle_that_is_removed_while_hooks_rest_leaves_no_hook_of_optimizers(
     allocated: Callable[..., AllocatedRun],
 ) -> None:
