@@ -450,14 +450,12 @@ def test_wrong_argument_is_named_and_moves_nothing(manager: PipelineOffloadManag
     group_commit(y, "open").sum().backward()
     assert torch.equal(leaf.grad, 2 * leaf.detach())  # type: ignore[arg-type]
     stats = offload.step_end()
-    assert stats is not None
     assert (stats.saved, stats.spilled) == (1, 1)
 
 
 def observed(manager: PipelineOffloadManager) -> tuple[Any, ...]:
     engine = manager.engine
     chunk = manager.cur_forward_chunk()
-    assert chunk is not None
     group = chunk.innermost_open()
     return (
         str(chunk.id),

@@ -76,7 +76,6 @@ def test_the_plans_part_is_its_margin_and_the_device_without_offload_would_hold_
 ) -> None:
     trained(4)
     last = report().last
-    assert last is not None
     # the last group of each name stays in the first chunk to run backward
     assert last.groups["fc1"].by_plan_bytes == INPUT
     assert last.groups["act"].by_plan_bytes == HIDDEN
@@ -133,7 +132,6 @@ def test_what_can_never_leave_is_counted_by_reason_in_the_first_step_only(
     )
     assert stayed["a parameter, or a view or a cast of one"].tensors >= MICROBATCHES * LAYERS
     last = report().last
-    assert last is not None
     assert last.stayed == {}
     assert not manager.engine.hooks.observers
 
@@ -223,7 +221,6 @@ def test_a_forward_that_was_begun_again_counts_with_both_runs(manager: PipelineO
     y.sum().backward()
     step_end()
     last = report().last
-    assert last is not None
     assert last.groups["a"].saved_bytes == last.saved_bytes == 2 * 64 * FLOAT
 
 
@@ -239,7 +236,6 @@ def test_what_the_device_would_have_held_is_not_known_with_a_step_that_was_cut_s
             y.sum().backward()
         step_end()
     found = report()
-    assert found.last is not None
     assert (found.last.peak_bytes, found.last.would_hold_bytes) == (64 * FLOAT, 64 * FLOAT)
     assert (found.total.peak_bytes, found.total.would_hold_bytes) == (max(cut_short, 64) * FLOAT, 0)
 
@@ -433,7 +429,6 @@ def test_a_stall_is_a_share_of_the_step_that_it_is_of(
         (manager.enable_offload if on else manager.disable_offload)()
         trained(1)
         last = start.report().last
-        assert last is not None
         times.append(last.step_ms)
     assert times[1:] == [2_000.0, 3_000.0, 5_000.0, 7_000.0, 7_000.0]
     assert start.report().total.step_ms == pytest.approx(times[0] + 28_000.0)

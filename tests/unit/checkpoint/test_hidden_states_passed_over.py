@@ -48,7 +48,6 @@ def test_without_gradients_nothing_is_saved_and_a_frozen_block_runs_as_without_h
         # it is enough that the input requires one
         model(x).sum().backward()
     stats = step_end()
-    assert stats is not None
     assert stats.saved == BLOCKS
     assert [len(block.seen) for block in model.blocks] == [4] * BLOCKS  # type: ignore[arg-type]
 
@@ -165,6 +164,5 @@ def test_a_call_in_a_capture_outside_of_a_region_is_refused_and_opens_no_group(m
             call.begin()
     assert not hooks_left()
     handler = manager.cur_forward_chunk()
-    assert handler is not None
     assert handler.groups == []
     step_end()

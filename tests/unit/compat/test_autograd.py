@@ -113,7 +113,6 @@ def test_the_long_names_are_nodes_whose_backward_tells_the_chunk_and_the_group_m
     assert manager.cur_backward_chunk() is manager.cur_forward_chunk()
     expected = leaf()
     expected.sin().backward(torch.linspace(1, 2, 64))
-    assert x.grad is not None
     assert torch.equal(x.grad, expected.grad)  # type: ignore[arg-type]
     assert manager.step_end().spilled == 1
 

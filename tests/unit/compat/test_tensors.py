@@ -139,7 +139,6 @@ def test_buffers_are_used_again_and_streams_are_the_engines() -> None:
         for _ in range(20):
             assert torch.equal(offloader.reload(offloader.offload(x)), x)
             offloader.sync_all()
-        assert offloader.pool is not None
         assert (offloader.pool.stats["pool_misses"], offloader.pool.stats["pool_hits"]) == (1, 19)
         handles = [offloader.offload(torch.randn(64)) for _ in range(3)]
         offloader.reset_pool()
@@ -292,7 +291,6 @@ def test_a_dropped_handle_and_a_dropped_offloader_give_their_memory_back() -> No
     offloader = TensorOffloader(engine=engine)
     offloader.offload(torch.ones(16))
     offloader.offload(torch.ones(16))
-    assert offloader.pool is not None
     assert offloader.pool.stats["total_allocated"] <= 2
     handle = offloader.offload(torch.ones(8))
     del offloader, handle

@@ -86,7 +86,6 @@ class Pair:
 
     def check_gradients(self) -> None:
         for mine, its in zip(self.ours.parameters(), self.plain.parameters(), strict=True):
-            assert mine.grad is not None
             assert torch.equal(mine.grad, its.grad)  # type: ignore[arg-type]
 
     def train(self, steps: int = 3, microbatches: int = 1, reload: bool = True) -> None:
@@ -268,7 +267,6 @@ def test_gradients_that_stay_have_a_copy_on_the_host() -> None:
 def test_clear_drops_what_is_held_and_what_cannot_be_held_is_an_error() -> None:
     with paired(gradients=True) as pair:
         hook, generator = pair.gradients, torch.Generator().manual_seed(0)
-        assert hook is not None
         pair.backward(generator)
         hook.clear()
         pair.plain.zero_grad()

@@ -167,7 +167,6 @@ def test_second_derivatives_are_those_of_the_marked_model_that_offloads_nothing(
         return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
 
     with installed(build_manager("random", seed=13, max_spilling_bytes=1)) as manager:
-        assert manager is not None
         expected = run(1 << 40)
         assert manager.stats.spilled == 0
         assert_same([expected], [run(1)])

@@ -120,7 +120,6 @@ def check_figures(
     assert (region.restore_bytes > 0) == restored
     assert region.kept_bytes == 0
     stats = step_end()
-    assert stats is not None
     assert stats.replays == region.replays == 3 * graphs
     assert stats.replayed_bytes == 3 * (region.spill_bytes + region.restore_bytes)
     arena = manager.engine.arena

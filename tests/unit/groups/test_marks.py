@@ -92,7 +92,6 @@ def test_a_write_in_place_to_a_marked_tensor_has_the_gradient_that_it_has_withou
         (marked if writer == "marked" else view).tanh_()
         marked = group_commit(marked, "a") if marks else marked
         (base.pow(2).sum() + marked.sin().sum()).backward()
-        assert layer.weight.grad is not None
         return layer.weight.grad.clone()
 
     init_chunk_handler(None, None, 1)
@@ -123,7 +122,6 @@ def test_the_gradient_of_a_group_s_output_says_which_chunk_is_read(manager: Pipe
 
         Watch.apply(outputs[number]).sum().backward()
         current = manager.cur_backward_chunk()
-        assert current is not None
         seen.append(current.id.microbatch)
     assert seen == [-1, 1, 1, 0]
 

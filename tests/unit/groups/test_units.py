@@ -117,7 +117,6 @@ def test_what_a_plan_keeps_of_a_group_never_moves_and_the_rest_does(stays_from: 
     order = one_f_one_b(2, 1)
     expected = baseline(build_stages(names=("a",)), [order] * 3)
     with installed(build_manager(device_limit_bytes=1 << 30, max_spilling_bytes=KIB)) as manager:
-        assert manager is not None
         driver = Driver(build_stages(names=("a",)), announced=True)
         found = [driver.step(order)]
         whole = manager.stats
@@ -228,7 +227,6 @@ def test_summary_counts_what_leaves_before_and_after_times_are_known(
     steps = 8
     expected = baseline(build_stages(names=("block",)), [order] * steps)
     with installed(build_manager(device_limit_bytes=8 * KIB, max_spilling_bytes=KIB)) as manager:
-        assert manager is not None
         manager.engine.rates = Rates(d2h_bytes_per_s=4e6, h2d_bytes_per_s=4e6)
         driver = Driver(build_stages(names=("block",)), announced=True)
         found, parts = [], []

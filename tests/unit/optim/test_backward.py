@@ -215,7 +215,6 @@ def test_clipping_by_the_global_norm_is_torchs_bit_for_bit(fraction: float, shar
             optimizer.clip_grad_norm_(0.05, total=norm)
         expected.step()
         optimizer.step()
-        assert optimizer.last_grad_norm is not None
         assert torch.equal(optimizer.last_grad_norm, norm)
         expected.zero_grad()
         optimizer.zero_grad()

@@ -168,7 +168,6 @@ def test_masters_in_fp32_are_stepped_and_the_weights_are_their_rounding(
     for step in range(5):
         backward(model, step)
         for master, parameter in zip(reference, model.parameters(), strict=True):
-            assert parameter.grad is not None
             master.grad = parameter.grad.float()
         expected.step()
         optimizer.step()

@@ -216,7 +216,6 @@ def test_gradients_of_a_captured_backward_leave_at_the_step(early: bool) -> None
     with graphed.engine.capturing(), graphed.device.capture():
         backward(graphed.model, 0)
     for parameter in graphed.model.parameters():
-        assert parameter.grad is not None
         parameter.grad.data.mul_(0)  # as a replay writes them: no version moves
     graphed.optimizer.step()
     for parameter in reference.parameters():

@@ -269,7 +269,6 @@ def test_order_of_arguments_is_read_from_them_and_else_from_the_version(
         version(loaded)
     Interface.init_chunk_handler(*arguments, **keywords)
     chunk = manager.cur_forward_chunk()
-    assert chunk is not None
     assert (chunk.id.stage, chunk.min_offloaded_tensor_size) == (stage, 7)
     seen = manager.settings
     assert settings == (
@@ -325,7 +324,6 @@ def test_every_way_to_close_a_group_sends_its_bytes_and_passes_the_gradient(
     else:
         y = Interface.group_offload(y, "core_attn")
     y.sum().backward()
-    assert source.grad is not None
     assert torch.equal(source.grad, leaf().detach().cos())
     assert spilled(manager) == BYTES
 

@@ -212,7 +212,6 @@ def test_what_is_freed_between_the_look_and_the_fetch_is_passed_over() -> None:
     kept, freed = rig.blocks()
     del packed[1]
     transfer = rig.transfers.restore([kept, freed], Priority.SPECULATIVE)
-    assert transfer is not None
     assert transfer.blocks == (kept,)
     assert (freed.host, freed.event, freed.transfer) == (None, None, None)
     packed.clear()
@@ -374,7 +373,6 @@ def test_an_audit_finds_a_host_copy_that_was_written_to() -> None:
     rig = Rig(audit=True, max_restoring_bytes=0)
     y = gone(2, rig)
     block = rig.blocks()[0].host
-    assert block is not None
     block.extents[0][7] ^= 1  # one bit of 8,192
     with pytest.raises(
         OffloadError,
@@ -401,7 +399,6 @@ def test_without_an_audit_nothing_is_checked() -> None:
 def test_a_restore_may_be_asked_for_by_hand(rig: Rig) -> None:
     y = gone(2, rig)
     transfer = rig.transfers.restore(rig.blocks(), Priority.BACKGROUND)
-    assert transfer is not None
     assert transfer.nbytes == 2 * KIB
     assert isinstance(rig.device, SimDevice)
     y.sum().backward()
@@ -430,7 +427,6 @@ def test_a_tensor_whose_host_bytes_lie_in_two_places_comes_back_whole(executor: 
         y = keep(found, wide)
     del wide
     (block,) = [block for block in rig.blocks() if block.nbytes == 2 * PAGE]
-    assert block.host is not None
     assert [extent.numel() for extent in block.host.extents] == [PAGE, PAGE]
     rig.leave()
     y.backward()

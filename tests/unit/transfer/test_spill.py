@@ -309,7 +309,6 @@ def test_two_chunks_may_send_the_same_tensor_at_the_same_time(executor: Executor
     rig.leave()
     sum(output.sum() for output in outputs).backward()  # type: ignore[union-attr]
     for x in leaves:
-        assert x.grad is not None
         assert torch.equal(x.grad, expected)
     del outputs
     assert rig.end().restored == 3

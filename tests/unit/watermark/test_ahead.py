@@ -183,7 +183,6 @@ def test_host_memory_is_not_a_fixed_pool_it_grows_to_what_is_spilled() -> None:
     with runtime_of(engine=engine, high=8 * TENSOR, low=6 * TENSOR) as runtime:
         train(blocks(8), runtime)
         metrics = runtime.last_metrics
-        assert metrics is not None
         assert runtime.pool is None
         assert (metrics.pool_hits, metrics.pool_misses) == (metrics.activations_spilled, 0)
         assert metrics.activations_spilled > 0
@@ -199,7 +198,6 @@ def test_a_host_that_has_no_memory_left_is_said_once_and_tensors_stay(
     ) as runtime:
         assert train(blocks(8), runtime) == plain
         metrics = runtime.last_metrics
-        assert metrics is not None
         assert metrics.activations_spilled <= 2
         assert runtime.last_details.times_over > 0
         assert runtime.last_details.forecast_bytes == 2 * TENSOR, (

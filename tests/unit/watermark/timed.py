@@ -79,7 +79,6 @@ def timed_steps(
 
             def note() -> None:
                 metrics, details = runtime.last_metrics, runtime.last_details
-                assert metrics is not None
                 waited_s = device.stall_s + device.blocked_s
                 found.append(
                     TimedStep(

@@ -334,7 +334,6 @@ def test_frozen_weights_of_files_wait_as_int8(plain: Whole, folder: Path, quanti
     model = frozen(on_meta())
     handle = offload.apply(model, weights="host", quantize="int8")
     offload.load_weights(model, folder, quantize)
-    assert handle.weights is not None
     assert default_manager().engine.arena.lent_bytes == handle.weights.int8_bytes < BLOCKS * BLOCK_BYTES / 3
     pair = Pair(model, frozen(plain), handle)
     expand_as(pair)
@@ -417,8 +416,6 @@ def test_memory_of_another_order_and_a_load_in_inference_mode(tmp_path: Path) ->
     for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, its)
         assert mine.stride() == its.stride()
-        assert mine.grad is not None
-        assert its.grad is not None
         assert torch.equal(mine.grad, its.grad)
 
 
