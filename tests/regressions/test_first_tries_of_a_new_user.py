@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.fx
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -376,16 +375,13 @@ def test_a_loop_that_sets_gradients_is_told_that_they_stay(caplog: pytest.LogCap
     assert said.startswith("2 gradients (the first: weight) were set as p.grad, not added to by a backward")
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_replicas_of_one_rank_are_refused_as_those_of_several() -> None:
     """With overlap="backward" the second step raised, a step ahead: DistributedDataParallel writes gradients
     after their hooks whatever the number of ranks."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
-        with pytest.raises(ValueError, match="DistributedDataParallel, which reduces them later; "):
-            offload.HybridDeviceOptimizer(model.parameters(), 1.0, lr=1e-3, overlap="backward", model=model)
-    finally:
-        dist.destroy_process_group()
+    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+    with pytest.raises(ValueError, match="DistributedDataParallel, which reduces them later; "):
+        offload.HybridDeviceOptimizer(model.parameters(), 1.0, lr=1e-3, overlap="backward", model=model)
 
 
 class OtherProduct(nn.Module):

@@ -431,8 +431,9 @@ def test_scores_larger_than_the_blocks_input_are_recomputed(manager: PipelineOff
         gradients(model, manager)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_what_ranks_exchange_is_in_the_recompute_of_all_whatever_sizes_they_have(
-    manager: PipelineOffloadManager, tmp_path: Path
+    manager: PipelineOffloadManager,
 ) -> None:
     """A rank whose rows had as many elements as its scores took them for scores, kept them, and left the
     exchange out of its recompute, in which the others waited for it."""
@@ -443,22 +444,17 @@ def test_what_ranks_exchange_is_in_the_recompute_of_all_whatever_sizes_they_have
         rows = collectives.all_to_all_single_autograd(sent, sizes, sizes, dist.group.WORLD)
         return x * rows[chosen].sum(-1, keepdim=True)
 
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        model = model_of(by_exchange)
-        for block, width in zip(model, (EXPERTS, EXPERTS - 1, EXPERTS - 2), strict=True):
-            block.width, block.differs = width, False  # type: ignore[union-attr]
-        offload.apply(model, mode="hidden_states", min_numel=1)
-        sent: list[Any] = []
+    model = model_of(by_exchange)
+    for block, width in zip(model, (EXPERTS, EXPERTS - 1, EXPERTS - 2), strict=True):
+        block.width, block.differs = width, False  # type: ignore[union-attr]
+    offload.apply(model, mode="hidden_states", min_numel=1)
+    sent: list[Any] = []
 
-        class Counting(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                sent.extend([func] * ("all_to_all" in str(func)))
-                return func(*args, **(kwargs or {}))
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            sent.extend([func] * ("all_to_all" in str(func)))
+            return func(*args, **(kwargs or {}))
 
-        with Counting():
-            model(torch.randn(ROWS, WIDTH, requires_grad=True)).square().sum().backward()
-    finally:
-        dist.destroy_process_group()
+    with Counting():
+        model(torch.randn(ROWS, WIDTH, requires_grad=True)).square().sum().backward()
     assert len(sent) == 3 * len(model), "there, there again, and back"
