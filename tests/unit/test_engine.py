@@ -337,4 +337,3 @@ def test_a_step_may_end_while_another_thread_drops_graphs() -> None:
         rig.engine.end_step()
     graphs.put(None)
     dropper.join()
-    rig.end()

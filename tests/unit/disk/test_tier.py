@@ -270,7 +270,6 @@ def test_before_a_capture_the_threads_have_nothing_left_to_do(rig: Rig) -> None:
         assert not has_work(disk_of(rig).writer)
     region.release()
     y.sum().backward()
-    rig.end()
 
 
 # -- a disk that is slow, full or broken ---------------------------------------------------------------------
@@ -336,7 +335,6 @@ def test_what_cannot_be_read_back_is_an_error_that_names_it_and_a_retry_may_succ
         torch.autograd.grad(y.sum(), x, retain_graph=True)
     monkeypatch.setattr(os, "preadv", read)
     assert_equal_bits(gradients(sines, [x]), torch.autograd.grad(y.sum(), [x]))
-    rig.end()
 
 
 def test_a_read_ahead_that_failed_is_tried_again_by_the_reader(
@@ -359,7 +357,6 @@ def test_a_read_ahead_that_failed_is_tried_again_by_the_reader(
     disk_of(rig).reader.drain()
     assert not disk_of(rig).bring(rig.blocks(), required=False)
     assert_equal_bits(gradients(sines, [x]), torch.autograd.grad(y.sum(), [x]))
-    rig.end()
 
 
 @pytest.mark.parametrize("side", ["write", "read"])
@@ -382,8 +379,6 @@ def test_what_a_thread_met_that_no_disk_answers_for_reaches_the_user(
         monkeypatch.setattr(disk_of(rig).file, side, fail)
         with pytest.raises(ZeroDivisionError, match="in a thread"):
             y.sum().backward()
-    del y
-    rig.end()
 
 
 def test_a_disk_slower_than_the_step_leaves_tensors_on_the_device_and_says_so_once(
@@ -537,7 +532,6 @@ def test_the_disk_cannot_be_changed_while_tensors_lie_on_it(rig: Rig) -> None:
     with pytest.raises(OffloadError, match=r"lie in the file of '.*', and the new config has another"):
         rig.engine.reconfigure(OffloadConfig())
     y.sum().backward()
-    rig.end()
 
 
 def test_closing_ends_the_threads_and_who_attaches_again_has_a_disk(

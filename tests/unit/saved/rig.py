@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -56,6 +57,8 @@ class Rig(Client):
     as soon as it is saved whole."""
 
     name = "groups"
+    made: ClassVar[list[Rig]] = []
+    """Those of a test that were not ended yet: they are behind it; see tests/fixtures.py."""
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class Rig(Client):
         self.sizes: list[tuple[int, ...]] = []  # of every tensor that was taken, one a save
         self.reads: list[str] = []  # labels of the records, one a read
         self.engine.attach(self)
+        self.made.append(self)
         self.engine.on_read(lambda handle: self.reads.append(str(handle.record.block.label)))
 
     # -- saving ----------------------------------------------------------------------------------------------
@@ -159,6 +163,7 @@ class Rig(Client):
 
     def end(self) -> StepStats:
         """End the step, and check that nothing of it is left anywhere."""
+        Rig.made = [each for each in Rig.made if each is not self]
         stats = self.engine.end_step()
         self.assert_empty()
         assert stats.saved == stats.kept + stats.spilled

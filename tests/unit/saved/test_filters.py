@@ -78,7 +78,6 @@ def test_a_registered_parameter_is_recognised_behind_detach() -> None:
     assert rig.saved == 1
     y.backward()
     assert found[0].data_ptr() == layer.weight.data_ptr()
-    rig.end()
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
@@ -103,7 +102,6 @@ def test_the_weights_of_real_layers_never_leave(autocast: bool) -> None:
     rig = Rig()
     assert_equal_bits(run(None), run(rig))
     assert {size[0] for size in rig.sizes} == {4}  # rows of activations; a weight has 32 or 64
-    rig.end()
 
 
 def test_two_microbatches_under_autocast_do_not_send_the_cast_weight_twice_or_once() -> None:
@@ -117,7 +115,6 @@ def test_two_microbatches_under_autocast_do_not_send_the_cast_weight_twice_or_on
                 outputs.append(layer(torch.randn(4, 64)))
     assert rig.spilled_bytes == 2 * 4 * 64 * 2  # the inputs, in bfloat16
     outputs.clear()
-    rig.end()
 
 
 def frozen_linear(rig: Rig | None, layer: nn.Linear, inputs: list[Tensor]) -> list[Tensor]:
@@ -148,7 +145,6 @@ def test_the_cast_of_a_frozen_weight_belongs_to_its_graph_and_leaves() -> None:
     assert_equal_bits(frozen_linear(None, layer, inputs), frozen_linear(rig, layer, inputs))
     assert rig.sizes.count((64, 64)) == 2  # one a microbatch; of a trainable weight none, and only one exists
     assert rig.spilled_bytes == 2 * 64 * 64 * 2
-    rig.end()
 
 
 def test_a_frozen_weight_in_the_dtype_of_autocast_is_not_cast_and_never_leaves() -> None:
@@ -158,7 +154,6 @@ def test_a_frozen_weight_in_the_dtype_of_autocast_is_not_cast_and_never_leaves()
     rig = Rig()
     assert_equal_bits(frozen_linear(None, layer, inputs), frozen_linear(rig, layer, inputs))
     assert (64, 64) not in rig.sizes
-    rig.end()
 
 
 # -- opted out, small, elsewhere -----------------------------------------------------------------------------
@@ -169,17 +164,14 @@ def test_an_opted_out_storage_stays_with_all_its_views(rig: Rig) -> None:
         y = keep([], table, table[3:], table.view(torch.int32), torch.randn(8))
     assert rig.saved == 1
     y.backward()
-    rig.end()
 
 
 def test_the_size_limit_counts_elements_and_spares_the_tensor_that_has_exactly_as_many() -> None:
     for dtype in (torch.int8, torch.float64):
         rig = Rig()
         with rig.group(min_elements=100):
-            y = keep([], torch.zeros(99, dtype=dtype), torch.zeros(100, dtype=dtype))
+            _y = keep([], torch.zeros(99, dtype=dtype), torch.zeros(100, dtype=dtype))
         assert [record.nbytes for record in rig.blocks()] == [100 * dtype.itemsize]
-        del y
-        rig.end()
 
 
 @pytest.mark.req("S3-60")
@@ -296,7 +288,6 @@ def test_gradients_of_what_saves_unusual_tensors_are_the_same(name: str) -> None
     torch.manual_seed(7)
     assert_equal_bits(expected, gradients(program, [x], rig))
     assert rig.saved > 0
-    rig.end()
 
 
 # -- the registry --------------------------------------------------------------------------------------------

@@ -53,25 +53,21 @@ def test_reads_are_expected_in_the_reverse_order_of_the_last_saves() -> None:
     rig = Rig(max_restoring_bytes=KIB)
     first, second = torch.randn(ELEMENTS), torch.randn(ELEMENTS)
     with rig.group():
-        y = keep([], first, second, first)  # `first` is saved last, so it is read first
+        _y = keep([], first, second, first)  # `first` is saved last, so it is read first
     del first, second
     rig.leave()
     rig.chunks[0].complete()
     pump(rig)
     assert rig.states() == [RESTORING, SPILLED]
-    del y
-    rig.end()
 
 
 def test_a_weight_half_expects_the_reads_of_an_earlier_one() -> None:
     rig = Rig(max_restoring_bytes=2 * KIB)
-    y = saved(rig, 4)
+    _y = saved(rig, 4)
     # one was never saved here, one comes twice
     rig.chunks[0].expect([(0, 1), (0, 0), (0, 9), (0, 1), (0, 3)])
     pump(rig)
     assert rig.states() == [RESTORING, RESTORING, SPILLED, SPILLED]
-    del y
-    rig.end()
 
 
 def test_what_is_read_in_no_order_at_all_is_read_right() -> None:
@@ -90,7 +86,6 @@ def test_what_is_read_in_no_order_at_all_is_read_right() -> None:
         for index in order:
             assert_equal_bits([expected[index]], [rig.engine.hooks.unpack(packed[index])])
         packed.clear()
-        rig.end()
 
 
 # -- the window ----------------------------------------------------------------------------------------------
@@ -109,29 +104,23 @@ def test_the_window_moves_on_with_the_reader() -> None:
     assert rig.restored_bytes == 2 * KIB
     y.sum().backward()
     assert seen == [3, 4, 5, 5, 5]
-    del y
-    rig.end()
 
 
 def test_the_window_reaches_into_the_chunk_that_is_read_after_this_one() -> None:
     rig = Rig(max_restoring_bytes=3 * KIB)
-    y, z = saved(rig, 2), saved(rig, 2)
+    _y, _z = saved(rig, 2), saved(rig, 2)
     pump(rig)
     assert rig.states() == [RESTORING, RESTORING, SPILLED, RESTORING]
-    del y, z
-    rig.end()
 
 
 def test_a_chunk_that_is_still_in_its_forward_closes_the_window(rig: Rig) -> None:
-    y = saved(rig, 1)
+    _y = saved(rig, 1)
     rig.chunk()
     with rig.group():
-        z = chain(leaf(), 1)
-    third = saved(rig, 1)
+        _z = chain(leaf(), 1)
+    _third = saved(rig, 1)
     pump(rig)
     assert rig.states() == [RESTORING, SPILLED, SPILLED]
-    del y, z, third
-    rig.end()
 
 
 def test_what_never_left_takes_room_in_the_window_and_is_not_copied() -> None:
@@ -151,8 +140,6 @@ def test_what_never_left_takes_room_in_the_window_and_is_not_copied() -> None:
     rig.engine.on_read(lambda _: pump(rig))
     z.sum().backward()
     assert rig.restored_bytes == 2 * KIB
-    del z
-    rig.end()
 
 
 def test_a_step_of_which_nothing_has_left_is_not_looked_through() -> None:
@@ -164,11 +151,9 @@ def test_a_step_of_which_nothing_has_left_is_not_looked_through() -> None:
     pump(rig)
     assert rig.chunks[0].coming.ahead_bytes == 0
     with rig.group():
-        z = chain(y, 1)
+        _z = chain(y, 1)
     pump(rig)
     assert rig.chunks[0].coming.ahead_bytes == 2 * KIB
-    del y, z
-    rig.end()
 
 
 def test_what_is_on_its_way_out_and_read_next_is_kept_instead_of_fetched() -> None:
@@ -178,8 +163,6 @@ def test_what_is_on_its_way_out_and_read_next_is_kept_instead_of_fetched() -> No
     assert rig.states() == [BlockState.SPILLING, RESIDENT, RESIDENT]
     y.sum().backward()
     assert rig.restored_bytes == 0
-    del y
-    rig.end()
 
 
 def test_a_living_receive_buffer_is_fetched_ahead_as_anything_else(rig: Rig) -> None:
@@ -233,7 +216,6 @@ def test_ahead_bytes_count_what_lies_between_the_reader_and_the_fetch() -> None:
     assert coming.look(0, KIB) is None  # follows the reader
     assert coming.ahead_bytes == KIB
     packed.clear()
-    rig.end()
 
 
 def test_what_was_fetched_and_dropped_is_fetched_again_after_a_look_back() -> None:
@@ -256,8 +238,6 @@ def test_what_was_fetched_and_dropped_is_fetched_again_after_a_look_back() -> No
         assert rig.states() == fetched
         assert rig.chunks[0].coming.ahead_bytes == 4 * KIB
     y.sum().backward()
-    del y
-    rig.end()
 
 
 # -- results -------------------------------------------------------------------------------------------------

@@ -49,7 +49,6 @@ def test_a_retained_graph_gives_the_same_gradients_each_time(executor: ExecutorN
     for last in (False, False, True):
         assert_equal_bits(expected, torch.autograd.grad(total, [x], retain_graph=not last))
     assert rig.restored_bytes == 3 * CHAIN_SAVES * KIB
-    rig.end()
 
 
 def test_two_readers_of_one_record_share_its_buffer_in_each_pass(rig: Rig) -> None:
@@ -70,8 +69,6 @@ def test_two_readers_of_one_record_share_its_buffer_in_each_pass(rig: Rig) -> No
     assert_equal_bits(expected, list(second))
     assert once == 2 * KIB  # the shared input and the cosine; `other` lives
     assert rig.restored_bytes == 2 * once
-    del y
-    rig.end()
 
 
 def test_saved_tensors_may_be_asked_for_several_times_in_one_backward() -> None:
@@ -90,7 +87,6 @@ def test_saved_tensors_may_be_asked_for_several_times_in_one_backward() -> None:
     rig = Rig()
     x = leaf()
     assert_equal_bits(gradients(program, [x]), gradients(program, [x], rig))
-    rig.end()
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -114,8 +110,6 @@ def test_input_half_first_and_weight_half_later_read_the_same_bits(executor: Exe
     for weight in weights:
         found.extend(torch.autograd.grad(total, [weight], retain_graph=True))
     assert_equal_bits(list(expected), found)
-    del total
-    rig.end()
 
 
 def test_a_second_derivative_is_the_same() -> None:
@@ -136,7 +130,6 @@ def test_a_second_derivative_is_the_same() -> None:
 
     rig = Rig()
     assert_equal_bits(second(None), second(rig))
-    rig.end()
 
 
 # -- another thread ------------------------------------------------------------------------------------------
@@ -169,7 +162,6 @@ def test_a_graph_may_be_dropped_on_another_thread(rig: Rig) -> None:
         dropper.start()
         dropper.join()
         assert rig.blocks() == []
-    rig.end()
 
 
 # -- not at all ----------------------------------------------------------------------------------------------
@@ -220,7 +212,6 @@ def test_without_gradients_nothing_is_saved_at_all(rig: Rig) -> None:
     with rig.group(), torch.no_grad():
         chain(leaf())
     assert (rig.saved, rig.sizes, rig.spilled_bytes) == (0, [], 0)
-    rig.end()
 
 
 @pytest.mark.parametrize("min_elements", [0, 10_000], ids=["offloaded", "passed through"])
@@ -238,7 +229,6 @@ def test_a_node_that_saves_its_own_output_is_freed_without_the_garbage_collector
         assert storage.storage() is None
     finally:
         gc.enable()
-    rig.end()
 
 
 def test_an_exception_in_the_forward_leaves_nothing(rig: Rig) -> None:
@@ -251,7 +241,6 @@ def test_an_exception_in_the_forward_leaves_nothing(rig: Rig) -> None:
         interrupted()
     assert rig.engine.hooks.innermost() is None
     assert rig.blocks() == []
-    rig.end()
 
 
 def test_an_exception_in_the_backward_leaves_what_was_not_read_for_another_try() -> None:
@@ -278,8 +267,6 @@ def test_an_exception_in_the_backward_leaves_what_was_not_read_for_another_try()
         y.backward(retain_graph=True)
     y.backward()
     assert_equal_bits(gradients(lambda x: chain(chain(x).clone()), [x]), [x.grad])  # type: ignore[list-item]
-    del y
-    rig.end()
 
 
 # -- too late ------------------------------------------------------------------------------------------------

@@ -65,8 +65,6 @@ def test_a_dtensor_is_put_together_with_its_placements(rig: Rig, mesh: DeviceMes
     assert (found.placements, found.device_mesh) == ((Shard(1),), mesh)
     assert_equal_bits([expected], [local(found)])
     assert rig.restored_bytes == 8 * 16 * 4
-    del packed
-    rig.end()
 
 
 def test_a_saved_dtensor_holds_no_bytes_of_its_own(mesh: DeviceMesh) -> None:
@@ -75,12 +73,10 @@ def test_a_saved_dtensor_holds_no_bytes_of_its_own(mesh: DeviceMesh) -> None:
     value = distributed(mesh, Shard(0), 8, 16)
     storage = WeakStorage(local(value).untyped_storage())
     with rig.group():
-        packed = rig.engine.hooks.pack(value)
+        _packed = rig.engine.hooks.pack(value)
     del value
     rig.leave()
     assert storage.storage() is None
-    del packed
-    rig.end()
 
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["spilled", "kept"])
@@ -94,8 +90,6 @@ def test_a_dtensor_that_is_changed_after_it_was_saved_is_found_out(mesh: DeviceM
     y.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.sum().backward()
-    del z
-    rig.end()
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -107,8 +101,6 @@ def test_the_weights_of_a_distributed_layer_never_leave(mesh: DeviceMesh, autoca
         y = layer(x)
     assert {size[0] for size in rig.sizes} == {4}  # rows of the input
     y.sum().backward()
-    del y
-    rig.end()
 
 
 def test_the_shard_of_a_registered_or_opted_out_dtensor_stays(rig: Rig, mesh: DeviceMesh) -> None:
@@ -146,8 +138,6 @@ def test_fully_sharded_layers_give_the_same_gradients_and_their_weights_stay(mes
     y.backward()
     assert_equal_bits(expected, gradients())
     assert {size[0] for size in rig.sizes} == {4}
-    del y
-    rig.end()
 
 
 # -- collectives ---------------------------------------------------------------------------------------------
@@ -188,8 +178,6 @@ def test_a_gathered_tensor_may_be_saved_by_several_operations(mesh: DeviceMesh) 
     rig.leave()
     (found,) = torch.autograd.grad(y, [x])
     assert_equal_bits([expected], [found])
-    del y
-    rig.end()
 
 
 # -- handwritten wrappers ------------------------------------------------------------------------------------
@@ -282,8 +270,6 @@ def test_the_parts_of_a_wrapper_leave_each_on_its_own(rig: Rig) -> None:
     assert x.grad is not None
     assert_equal_bits([expected], [x.grad])
     assert rig.restored_bytes == ELEMENTS
-    del y
-    rig.end()
 
 
 @pytest.mark.parametrize("is_own_alias", [False, True])
@@ -306,8 +292,6 @@ def test_a_wrapper_whose_aliases_share_what_holds_its_parts_keeps_them(
     found = rig.engine.hooks.unpack(packed)
     assert isinstance(found, Scaled)
     assert torch.equal(found.scale_part, scale)
-    del packed, found
-    rig.end()
 
 
 @pytest.mark.parametrize(("tagged", "leaves"), [("whole", 0), ("data", 0), ("scale", ELEMENTS)])
@@ -322,8 +306,6 @@ def test_a_tag_on_a_wrapper_or_on_a_part_of_it_keeps_what_it_is_on(tagged: str, 
     found = rig.engine.hooks.unpack(packed)
     assert isinstance(found, Scaled)
     assert_equal_bits([data, scale], [found.data_part, found.scale_part])
-    del packed, found
-    rig.end()
 
 
 def test_a_wrapper_in_a_wrapper_is_taken_apart_to_the_bottom(rig: Rig) -> None:
@@ -334,8 +316,6 @@ def test_a_wrapper_in_a_wrapper_is_taken_apart_to_the_bottom(rig: Rig) -> None:
     found = rig.engine.hooks.unpack(packed)
     assert isinstance(found, Scaled)
     assert isinstance(found.data_part, Scaled)
-    del packed, found
-    rig.end()
 
 
 def test_a_wrapper_that_does_not_say_what_it_is_made_of_passes_through(rig: Rig) -> None:
@@ -372,8 +352,6 @@ def test_a_jagged_tensor_keeps_its_ragged_size() -> None:
     (found,) = torch.autograd.grad(y.values().sum(), [x])
     assert_equal_bits([expected.values()], [found.values()])
     assert rig.restored_bytes == 8 * 4 * 4  # of the sine; x lives
-    del y
-    rig.end()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -388,5 +366,3 @@ def test_a_jagged_tensor_that_was_saved_keeps_its_lengths_and_is_found_out_if_ch
     x.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         rig.engine.hooks.unpack(packed)
-    del packed
-    rig.end()

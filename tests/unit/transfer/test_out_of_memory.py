@@ -138,8 +138,6 @@ def test_a_reader_without_room_gets_what_spills_in_flight_and_fetched_records_he
     device.heal()
     y.backward()
     assert_equal_bits(expected, found)
-    del y
-    rig.end()
 
 
 def test_a_reader_that_no_room_can_be_made_for_raises_and_may_read_again_later(device: SmallDevice) -> None:
@@ -156,8 +154,6 @@ def test_a_reader_that_no_room_can_be_made_for_raises_and_may_read_again_later(d
     found.clear()
     y.backward()
     assert_equal_bits(expected, found)
-    del y
-    rig.end()
 
 
 # -- calls that fail half-way --------------------------------------------------------------------------------
@@ -211,8 +207,6 @@ def test_host_bytes_of_a_spill_that_failed_before_it_waited_are_not_written_unde
         y, _ = save_all(rig, 4, [])  # d2h writes them
         rig.leave()
     y.backward()
-    del y
-    rig.end()
 
 
 def test_host_memory_of_a_spill_that_failed_is_not_released_under_its_copies(device: SmallDevice) -> None:
@@ -220,11 +214,9 @@ def test_host_memory_of_a_spill_that_failed_is_not_released_under_its_copies(dev
     device.copies_left = 0
     kept = values(4)
     with pytest.raises(torch.OutOfMemoryError), rig.group(commit=True):
-        y = keep([], *kept)
+        _y = keep([], *kept)
     device.heal()
     assert rig.engine.arena.trim(0) > 0
-    del y
-    rig.end()
 
 
 def test_host_memory_of_a_restore_that_failed_is_not_released_under_its_copies(device: SmallDevice) -> None:
@@ -255,8 +247,6 @@ def test_a_restore_that_fails_can_be_tried_again(device: SmallDevice, fails: str
     device.heal()
     y.backward()
     assert_equal_bits(expected, found)
-    del y
-    rig.end()
 
 
 def test_a_restore_after_one_that_failed_before_its_copies_still_waits_for_the_spill(
@@ -276,8 +266,6 @@ def test_a_restore_after_one_that_failed_before_its_copies_still_waits_for_the_s
         assert rig.transfers.restore(rig.blocks(), Priority.SPECULATIVE) is not None
     y.backward()
     assert_equal_bits(expected, found)
-    del y
-    rig.end()
 
 
 def test_a_sparse_view_that_there_is_no_room_to_pack_leaves_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,8 +79,6 @@ def test_records_of_one_piece_are_fetched_under_one_event() -> None:
     assert rig.states() == 3 * [BlockState.RESTORING]
     y.sum().backward()
     assert rig.device.waits["read"] == 1
-    del y
-    rig.end()
 
 
 # -- fetched ahead -------------------------------------------------------------------------------------------
@@ -100,15 +98,13 @@ def test_a_prefetch_fetches_what_is_read_next_within_its_cap() -> None:
 
 def test_a_prefetch_is_issued_where_the_device_limit_has_room_for_it() -> None:
     rig = Rig(device_limit_bytes=4 * KIB, max_restoring_bytes=2 * KIB)
-    y = gone(3, rig)
+    _y = gone(3, rig)
     rig.chunk()
     with rig.group():
-        z = chain(leaf(), 1)
+        _z = chain(leaf(), 1)
     assert rig.transfers.spilling_bytes == KIB, "it need not make way"
     rig.pump()
     assert rig.states() == [BlockState.SPILLED] + 2 * [BlockState.RESTORING] + [BlockState.SPILLING]
-    del y, z
-    rig.end()
 
 
 def test_what_one_graph_fetches_ahead_another_graph_fetches_for_itself() -> None:
@@ -128,35 +124,30 @@ def test_what_one_graph_fetches_ahead_another_graph_fetches_for_itself() -> None
     assert [graph.restore_bytes for graph in region.graphs] == [0, 2 * KIB, KIB]
     packed.clear()
     region.release()
-    rig.end()
 
 
 def test_nothing_is_fetched_before_its_forward_is_complete(rig: Rig) -> None:
     """A prefetch once brought back, inside a forward, what that forward had just sent out."""
     with rig.group():
-        y = chain(leaf(), 3)
+        _y = chain(leaf(), 3)
     rig.leave()
     rig.pump()
     assert rig.restored_bytes == 0
     rig.chunks[0].complete()
     rig.pump()
     assert rig.restored_bytes == 3 * KIB
-    del y
-    rig.end()
 
 
 def test_a_tensor_larger_than_the_prefetch_cap_is_fetched_alone() -> None:
     rig = Rig(max_restoring_bytes=KIB)
     with rig.group():
-        y = chain(leaf(3), 2)
+        _y = chain(leaf(3), 2)
     rig.leave()
     rig.chunks[0].complete()
     rig.pump()
     assert rig.transfers.restoring_bytes == 3 * KIB
     rig.pump()
     assert rig.transfers.restoring_bytes == 3 * KIB
-    del y
-    rig.end()
 
 
 def test_a_prefetch_keeps_within_the_device_limit() -> None:
@@ -216,7 +207,6 @@ def test_what_is_freed_between_the_look_and_the_fetch_is_passed_over() -> None:
     assert (freed.host, freed.event, freed.transfer) == (None, None, None)
     packed.clear()
     assert rig.transfers.restore([kept], Priority.SPECULATIVE) is None
-    rig.end()
 
 
 def test_part_of_a_restored_piece_may_die_unread() -> None:
@@ -232,8 +222,6 @@ def test_part_of_a_restored_piece_may_die_unread() -> None:
     assert rig.transfers.restoring_bytes == 2 * KIB
     assert rig.states() == 2 * [BlockState.RESTORED]
     z.sum().backward()
-    del z
-    rig.end()
 
 
 def test_blocks_given_back_by_a_finaliser_are_lent_again(rig: Rig) -> None:
@@ -243,7 +231,6 @@ def test_blocks_given_back_by_a_finaliser_are_lent_again(rig: Rig) -> None:
         rig.engine.prefetch.pump([rig.chunks[-1].coming])
         del y
     assert rig.engine.arena.stats().lent_peak_bytes == 2 * KIB
-    rig.end()
 
 
 # -- dropping ------------------------------------------------------------------------------------------------
@@ -310,8 +297,6 @@ def test_a_reader_on_another_compute_lane_gets_a_copy_of_its_own(executor: Execu
     with rig.device.use_lane(rig.device.new_compute_lane("second")):
         (found,) = torch.autograd.grad(y.sum(), [x])
     assert_equal_bits(gradients(program, [x]), [found])
-    del y
-    rig.end()
 
 
 def test_that_copy_is_not_the_buffer_and_both_lanes_are_ordered(rig: Rig) -> None:
@@ -330,7 +315,6 @@ def test_that_copy_is_not_the_buffer_and_both_lanes_are_ordered(rig: Rig) -> Non
     # the buffer goes back to the first lane, after the second has read it
     assert rig.device.waits["return"] == returned + 1
     packed.clear()
-    rig.end()
 
 
 def test_without_the_edge_of_a_read_the_checker_says_so() -> None:
@@ -356,8 +340,6 @@ def test_a_reader_on_another_thread_reads_the_same_bits() -> None:
     reader.start()
     reader.join()
     assert_equal_bits(gradients(program, [x]), found)
-    del y
-    rig.end()
 
 
 # -- audit ---------------------------------------------------------------------------------------------------
@@ -379,8 +361,6 @@ def test_an_audit_finds_a_host_copy_that_was_written_to() -> None:
         match=r"s0m0/group#0\[0\]: the 1,024 bytes in host memory are not the ones that were written there",
     ):
         y.sum().backward()
-    del y
-    rig.end()
 
 
 def test_without_an_audit_nothing_is_checked() -> None:
@@ -392,8 +372,6 @@ def test_without_an_audit_nothing_is_checked() -> None:
     assert block.checksum is None
     block.host.extents[0].zero_()
     y.sum().backward()
-    del y
-    rig.end()
 
 
 def test_a_restore_may_be_asked_for_by_hand(rig: Rig) -> None:
@@ -434,4 +412,3 @@ def test_a_tensor_whose_host_bytes_lie_in_two_places_comes_back_whole(executor: 
     assert_equal_bits([expected, middle], found)
     del y
     graphs.clear()
-    rig.end()
