@@ -109,7 +109,6 @@ def test_a_recompute_gets_what_has_no_tensor_by_the_same_place_and_keyword(
     assert (
         forward == recompute == ((None, 2.0), [*{"zeta": "z", "mask": None, **more, "alpha": True}.items()])
     )
-    step_end()
 
 
 class Second(nn.Module):

@@ -85,8 +85,6 @@ def test_a_second_backward_over_a_retained_graph_finds_the_calls_again(manager: 
         let_go(manager)
         loss.backward(retain_graph=True)
         assert_bits(expected, [loss.detach(), *gradients(blocks, x)])
-    del loss
-    step_end()
 
 
 def test_a_call_after_the_last_save_is_not_kept_and_the_recompute_never_comes_to_it(manager: Manager) -> None:
@@ -199,8 +197,6 @@ def test_an_operators_product_that_is_written_through_an_untracked_view_is_an_er
         let_go(manager)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation: torch.float32 \[2, 6, 16\]"):
         loss.backward()
-    del loss
-    step_end()
 
 
 @pytest.mark.parametrize("numbers", [(0,), (0, 1)])
@@ -218,8 +214,6 @@ def test_a_call_whose_product_is_written_in_this_forward_is_recomputed(
     for _ in range(2):
         loss.backward(retain_graph=True)
         assert_bits(expected, [loss.detach(), *gradients(blocks, x)])
-    del loss
-    step_end()
 
 
 def test_a_product_whose_untracked_view_is_only_read_is_kept(manager: Manager) -> None:

@@ -172,6 +172,8 @@ def test_a_recompute_that_calls_the_operator_on_other_inputs_is_an_error(
     )
     with pytest.raises(OffloadError, match=message):
         y.sum().backward()
+    with pytest.raises(OffloadError, match="the recompute of region 1 of a step"):
+        step_end()
 
 
 def test_a_recompute_that_calls_the_operator_once_more_is_an_error(manager: PipelineOffloadManager) -> None:
