@@ -135,9 +135,8 @@ def test_a_trace_is_read_after_its_block_one_at_a_time_and_never_when_cut_off(
         pass
 
 
-def test_a_picture_names_groups_lanes_units_and_both_peaks(
-    manager: PipelineOffloadManager, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_a_picture_names_groups_lanes_units_and_both_peaks(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     trace = recorded()
     offload.plot(tmp_path / "step.svg", trace)

@@ -23,6 +23,8 @@ from offload import PipelineOffloadManager, RecomputeDiffersError
 from offload.checkpoint import decisions
 from offload.checkpoint.selective import CallMode
 
+pytestmark = pytest.mark.usefixtures("manager")
+
 WIDTH, ROWS, EXPERTS = 8, 12, 5
 
 
@@ -222,7 +224,7 @@ def test_without_what_is_kept_each_of_them_is_refused_or_fails(
 
 @pytest.mark.parametrize("mode", ["hidden_states", "selective"])
 def test_two_backwards_of_one_graph_have_the_rows_of_its_forward(
-    mode: Any, manager: PipelineOffloadManager
+    mode: Any,
 ) -> None:
     """What was kept is copied: the block normalises its weights in place in each recompute."""
     expected: list[Tensor] = []
@@ -432,9 +434,7 @@ def test_scores_larger_than_the_blocks_input_are_recomputed(manager: PipelineOff
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_what_ranks_exchange_is_in_the_recompute_of_all_whatever_sizes_they_have(
-    manager: PipelineOffloadManager,
-) -> None:
+def test_what_ranks_exchange_is_in_the_recompute_of_all_whatever_sizes_they_have() -> None:
     """A rank whose rows had as many elements as its scores took them for scores, kept them, and left the
     exchange out of its recompute, in which the others waited for it."""
 

@@ -90,9 +90,8 @@ def test_a_model_that_checkpoints_trains_with_the_bits_of_torchs_own_while_input
 
 @pytest.mark.req("S4-18")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parity_with_plain_reentrant_checkpoints_is_bitwise_in_both_precisions(
-    manager: Manager, dtype: torch.dtype
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_parity_with_plain_reentrant_checkpoints_is_bitwise_in_both_precisions(dtype: torch.dtype) -> None:
     model = checkpointed(True).to(dtype)
     plain = copy.deepcopy(model)
     expected = train(plain, x=source().detach().to(dtype).requires_grad_())
@@ -434,9 +433,8 @@ def test_a_partly_frozen_model_is_refused() -> None:
 
 
 @pytest.mark.req("S4-27")
-def test_a_model_with_an_adapter_is_patched_with_a_warning(
-    manager: Manager, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_a_model_with_an_adapter_is_patched_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = checkpointed(True)
     for block in model.blocks:
         block.fc1.requires_grad_(False)  # type: ignore[union-attr]

@@ -33,11 +33,13 @@ from tests.unit.checkpoint.regions import (
     train_step,
 )
 
+pytestmark = pytest.mark.usefixtures("manager")
+
 
 # -- a change in place ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("late", [False, True], ids=["before the next save", "after it"])
 def test_a_kept_output_that_is_changed_in_place_is_an_error_of_the_backward(
-    late: bool, manager: PipelineOffloadManager
+    late: bool,
 ) -> None:
     weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
 
@@ -128,9 +130,7 @@ def test_a_kept_output_is_let_go_by_its_reader_when_it_was_fetched(manager: Pipe
 
 
 # -- what does not leave -------------------------------------------------------------------------------------
-def test_without_gradients_nothing_is_kept_and_nothing_said(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_gradients_nothing_is_kept_and_nothing_said(caplog: pytest.LogCaptureFixture) -> None:
     with torch.no_grad():
         init_chunk_handler(None, None, 1)
         forward(build_blocks(), source(), kept)
@@ -151,9 +151,7 @@ def test_switched_off_the_outputs_stay_and_nothing_is_said(
     assert caplog.records == []
 
 
-def test_without_a_chunk_the_outputs_stay_with_one_warning(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_chunk_the_outputs_stay_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     blocks = build_blocks()
     expected = train(blocks, plain)
     for _ in range(2):

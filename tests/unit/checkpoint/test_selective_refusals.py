@@ -34,6 +34,8 @@ from tests.unit.checkpoint.regions import (
     train_step,
 )
 
+pytestmark = pytest.mark.usefixtures("manager")
+
 aten = torch.ops.aten
 
 
@@ -79,7 +81,8 @@ def test_a_group_needs_a_name() -> None:
     ],
 )
 def test_a_policy_chooses_call_by_call_and_is_asked_in_the_forward_only(
-    yes: Any, no: Any, manager: PipelineOffloadManager
+    yes: Any,
+    no: Any,
 ) -> None:
     """The first product of every other call is kept; a view operator is asked about and never kept."""
     asked: list[tuple[str, bool, bool]] = []
@@ -133,9 +136,7 @@ def test_a_policy_is_not_asked_about_what_the_engine_computes(manager: PipelineO
     assert spilled == [2 * BLOCKS, 0]
 
 
-def test_a_policy_that_keeps_a_view_is_refused_with_the_operators_name(
-    manager: PipelineOffloadManager,
-) -> None:
+def test_a_policy_that_keeps_a_view_is_refused_with_the_operators_name() -> None:
     init_chunk_handler(None, None, 1)
     with pytest.raises(ValueError, match=r"aten.t.default returns a view of its input"):
         forward(
@@ -145,7 +146,7 @@ def test_a_policy_that_keeps_a_view_is_refused_with_the_operators_name(
         )
 
 
-def test_an_answer_that_is_none_is_refused(manager: PipelineOffloadManager) -> None:
+def test_an_answer_that_is_none_is_refused() -> None:
     init_chunk_handler(None, None, 1)
     with pytest.raises(ValueError, match=r"the policy answered 'keep' for aten\..*; must be a bool or"):
         forward(
@@ -154,9 +155,7 @@ def test_an_answer_that_is_none_is_refused(manager: PipelineOffloadManager) -> N
 
 
 # -- a region that does not repeat itself --------------------------------------------------------------------
-def test_a_recompute_that_calls_the_operator_on_other_inputs_is_an_error(
-    manager: PipelineOffloadManager,
-) -> None:
+def test_a_recompute_that_calls_the_operator_on_other_inputs_is_an_error() -> None:
     wide, narrow = torch.randn(16, 32, requires_grad=True), torch.randn(16, 16, requires_grad=True)
 
     def body(x: Tensor) -> Tensor:
@@ -176,7 +175,7 @@ def test_a_recompute_that_calls_the_operator_on_other_inputs_is_an_error(
         step_end()
 
 
-def test_a_recompute_that_calls_the_operator_once_more_is_an_error(manager: PipelineOffloadManager) -> None:
+def test_a_recompute_that_calls_the_operator_once_more_is_an_error() -> None:
     weight = torch.randn(16, 16, requires_grad=True)
 
     def body(x: Tensor) -> Tensor:
@@ -197,7 +196,7 @@ def test_a_recompute_that_calls_the_operator_once_more_is_an_error(manager: Pipe
 
 # -- said once -----------------------------------------------------------------------------------------------
 def test_operators_that_are_never_called_are_named_once_with_those_that_are(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     blocks = build_blocks()
     expected = train(blocks, plain)
@@ -215,7 +214,7 @@ def test_operators_that_are_never_called_are_named_once_with_those_that_are(
 
 
 def test_operators_of_which_some_are_called_are_no_cause_for_a_warning(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A list for every kind of device names operators that this one does not have."""
     with caplog.at_level(logging.INFO, "offload.checkpoint.net"):
@@ -226,9 +225,7 @@ def test_operators_of_which_some_are_called_are_no_cause_for_a_warning(
     assert record.getMessage() == "selective_contexts() keeps aten.mm.default; not called: aten.bmm.default"
 
 
-def test_a_policy_that_keeps_nothing_is_named(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_policy_that_keeps_nothing_is_named(caplog: pytest.LogCaptureFixture) -> None:
     def nothing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
         return False
 

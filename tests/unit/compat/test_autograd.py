@@ -124,8 +124,9 @@ class Pair(NamedTuple):
 
 @pytest.mark.req("S2-85")
 @pytest.mark.parametrize("make", [lambda *two: two, lambda *two: [*two], Pair])
+@pytest.mark.usefixtures("manager")
 def test_the_first_element_of_a_container_gets_the_node_of_a_long_commit(
-    make: Callable[..., Any], manager: PipelineOffloadManager
+    make: Callable[..., Any],
 ) -> None:
     init_chunk_handler(None, None, 1)
     given = []
@@ -182,9 +183,8 @@ def test_a_long_commit_delays_releases_and_refuses_as_the_short_one(
 
 
 @pytest.mark.req("S2-89", "S2-90")
-def test_a_long_backward_record_is_a_node_that_records_in_the_backward(
-    manager: PipelineOffloadManager,
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_a_long_backward_record_is_a_node_that_records_in_the_backward() -> None:
     event = Event()
     x = leaf()
     y = page.fine_grained_offloading_backward_record(x * 2, event)

@@ -152,9 +152,8 @@ def test_hooks_that_are_entered_once_more_are_taken_out_once_each(manager: Pipel
     assert manager.step_end().saved == 1
 
 
-def test_hooks_of_an_output_that_is_a_leaf_or_needs_no_gradient_are_none(
-    manager: PipelineOffloadManager,
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_hooks_of_an_output_that_is_a_leaf_or_needs_no_gradient_are_none() -> None:
     init_chunk_handler(None, None, 1)
     leaf = torch.randn(3, requires_grad=True)
     for output in (leaf, torch.ones(3)):

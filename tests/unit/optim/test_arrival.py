@@ -118,9 +118,8 @@ def test_what_is_read_past_its_module_waits_and_the_rest_still_overlaps() -> Non
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_weight_that_a_step_leaves_as_it_is_is_not_on_its_way_because_of_the_step_before(
-    share: float,
+    share: float, model: nn.Module
 ) -> None:
-    model = net()
     optimizer = hybrid(model, model=model, cpu_share=share, bucket_bytes=1024)
     backward(model, 0)
     optimizer.step()
@@ -135,11 +134,10 @@ def test_a_weight_that_a_step_leaves_as_it_is_is_not_on_its_way_because_of_the_s
 
 
 def test_a_compiled_forward_waits_for_all_weights_and_from_then_on_step_does(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, model: nn.Module
 ) -> None:
     """What a module's hook does while it is traced, without a compiler: whether that traces a frame anew
     depends on what ran before."""
-    model = net()
     optimizer = hybrid(model, model=model, cpu_share=1.0)
 
     def kinds() -> set[type]:

@@ -250,12 +250,11 @@ def test_an_optimizer_that_failed_can_be_closed(model: nn.Module, monkeypatch: p
 @pytest.mark.parametrize("executor", get_args(ExecutorName))
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_closing_after_a_failure_gives_memory_back_only_when_its_copies_have_ended(
-    monkeypatch: pytest.MonkeyPatch, executor: ExecutorName, share: float
+    monkeypatch: pytest.MonkeyPatch, executor: ExecutorName, share: float, model: nn.Module
 ) -> None:
     """The buckets before the one that failed are still on their way when the next tenant of an engine is lent
     their bytes."""
     mine = engine(executor)
-    model = net()
     optimizer = hybrid(model, cpu_share=share, engine=mine, model=model, fused=True)
     for kind in (CpuBucket, StreamedBucket):
         last = max(
@@ -293,11 +292,10 @@ def failing_at(last: object, step: Callable[..., None]) -> Callable[..., None]:
 
 @pytest.mark.parametrize("executor", get_args(ExecutorName))
 def test_what_a_bucket_issued_before_it_failed_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, executor: ExecutorName
+    monkeypatch: pytest.MonkeyPatch, executor: ExecutorName, model: nn.Module
 ) -> None:
     """The kernel of a bucket's first param group may run when that of its second fails: it reads gradients
     that go, and writes weights that are about to be loaded."""
-    model = net()
     weight, *others = model.parameters()
     optimizer = hybrid(
         model,

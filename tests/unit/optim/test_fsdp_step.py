@@ -77,11 +77,10 @@ def test_a_closure_is_evaluated_once_a_step_and_its_loss_returned(model: nn.Modu
 @pytest.mark.parametrize("executor", get_args(ExecutorName))
 @pytest.mark.parametrize("fails_in", ["the copies in", "the kernel", "the copies out"])
 def test_a_step_that_breaks_off_is_over_when_its_error_arrives(
-    fails_in: str, executor: ExecutorName, monkeypatch: pytest.MonkeyPatch
+    fails_in: str, executor: ExecutorName, monkeypatch: pytest.MonkeyPatch, model: nn.Module
 ) -> None:
     """The second of three buckets. Its caller owns gradients and weights again: it zeroes those, and may load
     these."""
-    model = net()
     optimizer = wrapped(model, executor=executor)
     device = optimizer.engine.device
     with monkeypatch.context() as patch:

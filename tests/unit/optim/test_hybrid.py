@@ -252,7 +252,7 @@ def test_there_is_an_optimizer_a_bucket_and_one_in_all_where_a_step_is_atomic() 
 
 
 @pytest.mark.req("S3-29")
-def test_the_arguments_and_their_defaults_are_megatrons() -> None:
+def test_the_arguments_and_their_defaults_are_megatrons(model: nn.Module) -> None:
     parameters = inspect.signature(HybridDeviceOptimizer).parameters.values()
     positional = [
         (one.name, one.default) for one in parameters if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -267,7 +267,6 @@ def test_the_arguments_and_their_defaults_are_megatrons() -> None:
         ("pin_cpu_params", True),
         ("overlap_cpu_optimizer_d2h_h2d", True),
     ]
-    model = net()
     optimizer = HybridDeviceOptimizer(
         model.parameters(), 0.5, Adam, Adam, False, True, True, True, lr=1e-3, betas=(0.8, 0.9)
     )
@@ -328,7 +327,7 @@ def test_a_scheduler_moves_every_place(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", PLACES)
-def test_groups_keep_their_own_keys_and_values(options: dict[str, Any]) -> None:
+def test_groups_keep_their_own_keys_and_values(options: dict[str, Any], model: nn.Module) -> None:
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         first, *rest = model.parameters()
         return [
@@ -337,7 +336,6 @@ def test_groups_keep_their_own_keys_and_values(options: dict[str, Any]) -> None:
         ]
 
     expected = run(lambda model: AdamW(groups(model), **FUSED))
-    model = net()
     optimizer = hybrid(model, params=groups(model), **options)
     assert_same_bits(train(model, optimizer, 4), expected)
     assert optimizer.param_groups[0]["name"] == "input"
@@ -426,9 +424,8 @@ def test_a_closure_is_evaluated_once_a_step(options: dict[str, Any], monkeypatch
 @pytest.mark.parametrize("options", PLACES[:-1])
 @pytest.mark.parametrize("attached", [True, False])
 def test_zero_grad_works_both_ways_and_clears_decoupled_gradients(
-    options: dict[str, Any], attached: bool
+    options: dict[str, Any], attached: bool, model: nn.Module
 ) -> None:
-    model = net()
     optimizer = hybrid(model, model=model if attached else None, **options)
     backward(model, 0)
     for parameter in model.parameters():
@@ -674,7 +671,7 @@ def test_without_a_gradient_the_norm_is_a_zero_as_torchs(model: nn.Module) -> No
     optimizer.close()
 
 
-def test_what_a_state_dict_has_beside_tensors_is_a_copy_of_it() -> None:
+def test_what_a_state_dict_has_beside_tensors_is_a_copy_of_it(model: nn.Module) -> None:
     class Noting(AdamW):
         def step(self, closure: Any = None) -> Any:
             found = super().step(closure)
@@ -682,7 +679,6 @@ def test_what_a_state_dict_has_beside_tensors_is_a_copy_of_it() -> None:
                 entry.setdefault("seen", []).append(1)
             return found
 
-    model = net()
     optimizer = hybrid(model, cpu_share=1.0, cpu_optimizer_cls=Noting)
     train(model, optimizer, 1)
     saved = optimizer.state_dict()["state"][0]["seen"]

@@ -116,10 +116,9 @@ def test_state_of_a_plain_torch_optimizer_goes_in_and_ours_goes_out_to_one(optio
     "cls", [torch.optim.RMSprop, torch.optim.Adafactor, torch.optim.SGD], ids=lambda cls: cls.__name__
 )
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_state_of_any_class_round_trips(cls: type[Optimizer], fraction: float) -> None:
+def test_state_of_any_class_round_trips(cls: type[Optimizer], fraction: float, model: nn.Module) -> None:
     options: dict[str, Any] = {"offload_fraction": fraction, "cpu_optimizer_cls": cls}
     options |= {"momentum": 0.9} if cls is torch.optim.SGD else {}
-    model = net()
     optimizer = hybrid(model, **options)
     train(model, optimizer, 3)
     saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})

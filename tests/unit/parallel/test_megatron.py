@@ -374,9 +374,8 @@ def test_tagged_tensor_stays_and_its_neighbour_leaves(
     assert spilled(manager) == BYTES
 
 
-def test_a_wrapper_whose_data_cannot_be_asked_for_leaves_as_any_other(
-    manager: PipelineOffloadManager,
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_a_wrapper_whose_data_cannot_be_asked_for_leaves_as_any_other() -> None:
     def empty() -> tuple[Tensor, ...]:
         raise RuntimeError("no data")
 
@@ -446,9 +445,8 @@ def test_delay_of_0_19_inside_a_replay_waits_for_the_flush(manager: PipelineOffl
     Interface.exit_replay()
 
 
-def test_group_inside_a_capture_is_refused_unless_offloading_is_off(
-    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_group_inside_a_capture_is_refused_unless_offloading_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_page, "is_graph_capturing", lambda: True)
     begin()
     with pytest.raises(
@@ -484,9 +482,8 @@ def test_group_inside_a_capture_that_a_region_watches_is_captured(monkeypatch: p
     manager.close()
 
 
-def test_graph_stream_and_event_need_a_gpu(
-    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_graph_stream_and_event_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for ask in (
         Interface.cuda_graph_stream,

@@ -78,12 +78,11 @@ def test_hooks_around_a_checkpoint_see_its_input_and_nothing_of_its_inside(
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_a_recomputation_under_active_hooks_keeps_what_it_saves(reentrant: bool) -> None:
+def test_a_recomputation_under_active_hooks_keeps_what_it_saves(reentrant: bool, rig: Rig) -> None:
     """The whole step inside the hooks. A recomputed tensor is read at once, so a copy out would only have to
     come back."""
     x = leaf()
     expected = expected_of(x)
-    rig = Rig()
     with rig.group():
         y = network(x, reentrant=reentrant).sum()
         rig.leave()
@@ -93,9 +92,8 @@ def test_a_recomputation_under_active_hooks_keeps_what_it_saves(reentrant: bool)
     assert rig.saved == 2
 
 
-def test_without_recomputation_everything_leaves() -> None:
+def test_without_recomputation_everything_leaves(rig: Rig) -> None:
     x = leaf()
-    rig = Rig()
     with rig.group():
         _y = network(x, reentrant=None).sum()
     # the second block's sine saves what the first one's tanh saved
@@ -123,7 +121,7 @@ def test_hooks_inside_a_reentrant_region_only_see_a_forward_without_gradients_an
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("inner", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("outer", [False, True], ids=["in non-reentrant", "in reentrant"])
-def test_nested_checkpoints_under_hooks_give_the_same_gradients(outer: bool, inner: bool) -> None:
+def test_nested_checkpoints_under_hooks_give_the_same_gradients(outer: bool, inner: bool, rig: Rig) -> None:
     def nested(x: Tensor) -> Tensor:
         result: Tensor = checkpoint(block, x.cos(), use_reentrant=inner)
         return result.sin()
@@ -133,7 +131,6 @@ def test_nested_checkpoints_under_hooks_give_the_same_gradients(outer: bool, inn
 
     x = leaf()
     expected = torch.autograd.grad(program(x, lambda x: block(x.cos()).sin()), [x])
-    rig = Rig()
     with rig.group():
         y = program(x, lambda x: checkpoint(nested, x, use_reentrant=outer))
     assert rig.saved == 1
@@ -145,10 +142,9 @@ def test_nested_checkpoints_under_hooks_give_the_same_gradients(outer: bool, inn
     assert rig.end().restored == 1
 
 
-def test_a_checkpoint_may_be_read_twice() -> None:
+def test_a_checkpoint_may_be_read_twice(rig: Rig) -> None:
     x = leaf()
     expected = expected_of(x)
-    rig = Rig()
     with rig.group():
         y = network(x, reentrant=False).sum()
     rig.leave()
@@ -156,9 +152,8 @@ def test_a_checkpoint_may_be_read_twice() -> None:
         assert_equal_bits(expected, list(torch.autograd.grad(y, [x], retain_graph=not last)))
 
 
-def test_a_checkpoint_whose_inputs_are_views_of_one_tensor_sends_it_once() -> None:
+def test_a_checkpoint_whose_inputs_are_views_of_one_tensor_sends_it_once(rig: Rig) -> None:
     x = torch.randn(4, ELEMENTS, requires_grad=True)
-    rig = Rig()
 
     def program(*rows: Tensor) -> Tensor:
         return torch.stack([row.sin() for row in rows])

@@ -93,10 +93,9 @@ def test_a_changed_output_is_found_out(rig: Rig) -> None:
         z.sum().backward()
 
 
-def test_a_changed_parameter_is_found_out() -> None:
+def test_a_changed_parameter_is_found_out(rig: Rig) -> None:
     layer = torch.nn.Linear(16, 16)
     x = torch.randn(4, 16, requires_grad=True)
-    rig = Rig()
     with rig.group():
         y = layer(x)
     with torch.no_grad():
@@ -177,9 +176,8 @@ def test_a_change_that_autograd_allows_is_allowed(name: str, executor: ExecutorN
     assert_equal_bits(gradients(ALLOWED[name], [x]), gradients(ALLOWED[name], [x], rig))
 
 
-def test_a_save_before_a_change_may_stay_unread_beside_one_after_it() -> None:
+def test_a_save_before_a_change_may_stay_unread_beside_one_after_it(rig: Rig) -> None:
     x, other = leaf(), torch.randn(ELEMENTS)
-    rig = Rig()
     with rig.group():
         _dead = x * other
         other.add_(1)
@@ -207,11 +205,10 @@ class Careless(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_saved_tensor_that_the_backward_changed_is_not_read_again(way: str) -> None:
+def test_a_saved_tensor_that_the_backward_changed_is_not_read_again(way: str, rig: Rig) -> None:
     """autograd raises at the second read. A restored buffer was revived with the changed bytes."""
     with pytest.raises(RuntimeError, match=VANILLA):
         Careless.apply(leaf() * 2).sum().backward()
-    rig = Rig()
     with WAYS[way](rig):
         y = Careless.apply(leaf() * 2)
     rig.leave()

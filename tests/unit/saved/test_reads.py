@@ -71,7 +71,7 @@ def test_two_readers_of_one_record_share_its_buffer_in_each_pass(rig: Rig) -> No
     assert rig.restored_bytes == 2 * once
 
 
-def test_saved_tensors_may_be_asked_for_several_times_in_one_backward() -> None:
+def test_saved_tensors_may_be_asked_for_several_times_in_one_backward(rig: Rig) -> None:
     class Thrice(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -84,7 +84,6 @@ def test_saved_tensors_may_be_asked_for_several_times_in_one_backward() -> None:
             return gradient * ctx.saved_tensors[0] + sum(values)
 
     program = lambda x: Thrice.apply(x * 2)  # noqa: E731
-    rig = Rig()
     x = leaf()
     assert_equal_bits(gradients(program, [x]), gradients(program, [x], rig))
 
@@ -112,7 +111,7 @@ def test_input_half_first_and_weight_half_later_read_the_same_bits(executor: Exe
     assert_equal_bits(list(expected), found)
 
 
-def test_a_second_derivative_is_the_same() -> None:
+def test_a_second_derivative_is_the_same(rig: Rig) -> None:
     x, weight = torch.randn(8, 8, requires_grad=True), torch.nn.Parameter(torch.randn(8, 8))
 
     def second(rig: Rig | None) -> list[Tensor]:
@@ -128,7 +127,6 @@ def test_a_second_derivative_is_the_same() -> None:
         (gradient,) = torch.autograd.grad(total, [x], create_graph=True)
         return list(torch.autograd.grad(gradient.pow(2).sum(), [x, weight]))
 
-    rig = Rig()
     assert_equal_bits(second(None), second(rig))
 
 
@@ -243,7 +241,7 @@ def test_an_exception_in_the_forward_leaves_nothing(rig: Rig) -> None:
     assert rig.blocks() == []
 
 
-def test_an_exception_in_the_backward_leaves_what_was_not_read_for_another_try() -> None:
+def test_an_exception_in_the_backward_leaves_what_was_not_read_for_another_try(rig: Rig) -> None:
     class Fails(torch.autograd.Function):
         tries = 0
 
@@ -259,7 +257,6 @@ def test_an_exception_in_the_backward_leaves_what_was_not_read_for_another_try()
             return gradient
 
     x = leaf()
-    rig = Rig()
     with rig.group():
         y = chain(Fails.apply(chain(x))).sum()
     rig.leave()

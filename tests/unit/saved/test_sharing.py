@@ -23,14 +23,13 @@ def leaf(*size: int) -> Tensor:
 
 
 @pytest.mark.req("S2-105")
-def test_a_tensor_that_three_layers_save_is_copied_once() -> None:
+def test_a_tensor_that_three_layers_save_is_copied_once(rig: Rig) -> None:
     x, w1, w2, w3 = (leaf(16, 16) for _ in range(4))
 
     def program(x: Tensor, *weights: Tensor) -> Tensor:
         hidden = x * 2
         return torch.cat([hidden @ weight for weight in weights])
 
-    rig = Rig()
     assert_equal_bits(gradients(program, [x, w1, w2, w3]), gradients(program, [x, w1, w2, w3], rig))
     # hidden once; each weight too, since these are no parameters
     assert (rig.spilled_bytes, rig.restored_bytes) == (4 * KIB, KIB)
@@ -40,14 +39,13 @@ def test_a_tensor_that_three_layers_save_is_copied_once() -> None:
 
 
 @pytest.mark.req("S2-105")
-def test_three_views_of_a_fused_projection_are_one_copy_of_their_union() -> None:
+def test_three_views_of_a_fused_projection_are_one_copy_of_their_union(rig: Rig) -> None:
     x = leaf(8, 32)
 
     def attention(x: Tensor) -> Tensor:
         query, key, value = (x * 2).view(8, 32).split([16, 8, 8], dim=1)
         return F.softmax(query[:, :8] @ key.t(), dim=-1) @ value
 
-    rig = Rig()
     expected = gradients(attention, [x])
     with rig.group() as group:
         result = attention(x)

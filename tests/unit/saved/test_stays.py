@@ -97,9 +97,8 @@ def test_a_group_that_an_exception_left_open_holds_nothing_that_no_graph_holds(r
 # -- sharing -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("first_stays", [True, False])
 def test_a_storage_saved_by_a_group_that_stays_and_one_that_leaves_follows_the_first_in_each_chunk(
-    first_stays: bool,
+    first_stays: bool, rig: Rig
 ) -> None:
-    rig = Rig()
     x = value()
     expected = x.clone()
     found: list[Tensor] = []
@@ -141,8 +140,7 @@ def test_a_tensor_that_stays_and_is_changed_before_it_leaves_again_is_two_record
 
 
 # -- when the bytes go ---------------------------------------------------------------------------------------
-def test_what_stays_and_is_never_read_goes_with_its_graph_without_the_garbage_collector() -> None:
-    rig = Rig()
+def test_what_stays_and_is_never_read_goes_with_its_graph_without_the_garbage_collector(rig: Rig) -> None:
     x = torch.randn(ELEMENTS, requires_grad=True)
     gc.disable()
     try:

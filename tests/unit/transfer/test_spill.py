@@ -298,9 +298,8 @@ def test_two_chunks_may_send_the_same_tensor_at_the_same_time(executor: Executor
     assert rig.end().restored == 3
 
 
-def test_bytes_that_two_copies_read_are_free_after_the_second() -> None:
+def test_bytes_that_two_copies_read_are_free_after_the_second(rig: Rig) -> None:
     table = torch.randn(ELEMENTS)
-    rig = Rig()
     outputs = []
     for _ in range(2):
         rig.chunk()
