@@ -130,7 +130,6 @@ def paired(
     plain = copy.deepcopy(ours)
     plain.marked = False
     with installed(build_manager(executor)) as manager:
-        assert manager is not None
         offloader = TensorOffloader()
         weights = WeightOffloadHook(offloader, prefetch_next)
         for layer in ours.layers:

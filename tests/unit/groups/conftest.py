@@ -30,5 +30,4 @@ def no_manager_left_behind() -> Iterator[None]:
 def manager() -> Iterator[PipelineOffloadManager]:
     """The process-wide manager: late copies, every saved tensor may leave, nothing printed."""
     with installed(build_manager()) as built:
-        assert built is not None
         yield built

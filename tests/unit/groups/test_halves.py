@@ -135,7 +135,6 @@ def driven(
     with installed(None):
         expected = HalfDriver(module, None).step(text, whole)
     with installed(build_manager(piece_bytes=1, **config)) as manager:
-        assert manager is not None
         driver = HalfDriver(module, manager, look)
         if half_room is not None:
             impose(manager.engine, half_room_bytes=half_room * SAVE)
@@ -324,7 +323,6 @@ def test_an_input_half_that_reads_nothing_is_no_action_of_the_plan() -> None:
     """Stage 0's: its W is the whole backward, and reads in reverse."""
     module = Sines(2)
     with installed(build_manager(piece_bytes=1)) as manager:
-        assert manager is not None
         for _ in range(2):
             manager.begin_chunk(0, 0)
             y = module(torch.randn(ROWS, WIDTH))
@@ -346,7 +344,6 @@ def test_an_input_half_of_products_alone_is_one() -> None:
     module.ends = True
     seen: list[SeenStep] = []
     with installed(build_manager(piece_bytes=1)) as manager:
-        assert manager is not None
         driver = HalfDriver(module, manager, lambda driver: seen.append(manager._seen(None)))
         for _ in range(2):
             driver.step(W_NEXT)

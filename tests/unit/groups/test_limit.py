@@ -90,7 +90,6 @@ def test_what_a_save_drops_of_the_next_window_is_fetched_again_and_not_the_rest_
     with installed(
         build_manager(device_limit_bytes=8 * GROUP, max_restoring_bytes=5 * GROUP, piece_bytes=1)
     ) as manager:
-        assert manager is not None
         driver = Driver(build_stages(1, layers, ("fc1",)), announced=True)
         found = []
         for _ in range(steps):
@@ -118,7 +117,6 @@ def test_what_the_saves_of_a_forward_drop_is_not_fetched_again_before_a_backward
     with installed(
         build_manager(device_limit_bytes=6 * GROUP, max_restoring_bytes=6 * GROUP, piece_bytes=1)
     ) as manager:
-        assert manager is not None
         driver = Driver(stages, announced=announced)
         for _ in range(3):
             manager.set_order(order)

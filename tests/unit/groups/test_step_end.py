@@ -122,7 +122,6 @@ def test_callback_by_hand_ends_warm_up_prints_and_wants_as_many_backwards_as_for
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with installed(build_manager(print_summary=True)) as manager:
-        assert manager is not None
         graphs = []
         for _ in range(2):
             init_chunk_handler(None, None, 1)
@@ -165,7 +164,6 @@ def test_step_end_plans_where_the_callback_would_assert(manager: PipelineOffload
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_no_host_memory_is_added_from_the_second_iteration_on(executor: Any) -> None:
     with installed(build_manager(executor)) as manager:
-        assert manager is not None
         driver = Driver(build_stages())
         held, missing, lent = [], [], []
         for _ in range(7):  # long enough for the arena to be trimmed to what a step needs
@@ -186,7 +184,6 @@ def test_cached_device_memory_goes_back_once_at_the_begin_of_a_step_after_the_pl
 ) -> None:
     """At a step's begin, because that is when the gradients of the last one may be gone."""
     with installed(build_manager(trim_device=asked)) as manager:
-        assert manager is not None
         driver = Driver(build_stages())
         ended: list[None] = []
         released: list[int] = []

@@ -206,7 +206,6 @@ def test_plan_that_keeps_sparse_views_settles() -> None:
     with installed(
         build_manager(device_limit_bytes=6 * KIB, max_spilling_bytes=KIB, max_restoring_bytes=KIB)
     ) as manager:
-        assert manager is not None
         driver = Driver(found, announced=True)
         kept = []
         for step in range(4):
