@@ -28,6 +28,21 @@ from offload.transfer.block import BlockState, DeviceBlock
 from offload.transfer.copier import Admission
 
 EXECUTORS: tuple[ExecutorName, ...] = ("late", "early", "random", "clock")
+KIB = 1024
+ELEMENTS = KIB // 4
+"""Of a float32 tensor of one KiB."""
+
+
+def leaf(kib: int = 1) -> Tensor:
+    return torch.randn(kib * ELEMENTS, requires_grad=True)
+
+
+def chain(x: Tensor, length: int) -> Tensor:
+    """Saves `length` tensors of the size of x, none of which anything else holds."""
+    x = x * 2
+    for _ in range(length):
+        x = x.sin()
+    return x
 
 
 class GroupScope:

@@ -12,10 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from offload.device.sim import ExecutorName
-from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits
-
-KIB = 1024
-ELEMENTS = KIB // 4
+from tests.unit.saved.rig import ELEMENTS, EXECUTORS, KIB, Rig, assert_equal_bits, leaf
 
 
 class Square(torch.autograd.Function):
@@ -47,10 +44,6 @@ def network(x: Tensor, *, reentrant: bool | None) -> Tensor:
     for _ in range(2):
         x = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
     return x
-
-
-def leaf() -> Tensor:
-    return torch.randn(ELEMENTS, requires_grad=True)
 
 
 def expected_of(x: Tensor) -> list[Tensor]:

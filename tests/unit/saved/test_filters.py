@@ -14,10 +14,8 @@ from torch.nn import functional as F
 from offload.device.sim import SimDevice
 from offload.saved.filters import ExternalKind, ExternalStorages, Verdict, judge
 from offload.saved.handles import Handle, Passed
-from tests.unit.saved.rig import Rig, assert_equal_bits, gradients
+from tests.unit.saved.rig import ELEMENTS, Rig, assert_equal_bits, gradients
 from tests.unit.saved.test_views import keep
-
-ELEMENTS = 256
 
 
 def verdict_of(
@@ -111,7 +109,6 @@ def test_two_microbatches_under_autocast_do_not_send_the_cast_weight_twice_or_on
             with rig.group():
                 outputs.append(layer(torch.randn(4, 64)))
     assert rig.spilled_bytes == 2 * 4 * 64 * 2  # the inputs, in bfloat16
-    outputs.clear()
 
 
 def frozen_linear(rig: Rig | None, layer: nn.Linear, inputs: list[Tensor]) -> list[Tensor]:

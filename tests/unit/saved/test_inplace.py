@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from offload.device.sim import ExecutorName
-from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
+from tests.unit.saved.rig import ELEMENTS, EXECUTORS, Rig, assert_equal_bits, gradients, leaf
 from tests.unit.saved.test_views import keep
 
-ELEMENTS = 256
 VANILLA = "modified by an inplace operation"
 
 
@@ -31,10 +30,6 @@ def small(rig: Rig) -> Any:
 
 
 WAYS: dict[str, Callable[[Rig], Any]] = {"spilled": spilled, "kept": kept, "small": small}
-
-
-def leaf() -> Tensor:
-    return torch.randn(ELEMENTS, requires_grad=True)
 
 
 # -- refused -------------------------------------------------------------------------------------------------

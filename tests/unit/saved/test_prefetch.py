@@ -13,24 +13,10 @@ from torch import Tensor
 from offload.device.sim import ExecutorName
 from offload.transfer.block import BlockState
 from offload.transfer.coming import ComingReads
-from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits
+from tests.unit.saved.rig import ELEMENTS, EXECUTORS, KIB, Rig, assert_equal_bits, chain, leaf
 from tests.unit.saved.test_views import keep
 
-KIB = 1024
-ELEMENTS = KIB // 4
 SPILLED, RESTORING, RESIDENT = BlockState.SPILLED, BlockState.RESTORING, BlockState.RESIDENT
-
-
-def leaf() -> Tensor:
-    return torch.randn(ELEMENTS, requires_grad=True)
-
-
-def chain(x: Tensor, length: int) -> Tensor:
-    """Saves `length` tensors, none of which anything else holds."""
-    x = x * 2
-    for _ in range(length):
-        x = x.sin()
-    return x
 
 
 def saved(rig: Rig, length: int, *, gone: bool = True) -> Tensor:
@@ -185,7 +171,7 @@ def test_dead_and_ended_records_are_passed_over() -> None:
     rig = Rig(max_restoring_bytes=KIB)
     rig.chunk()
     with rig.group():
-        y, z = chain(leaf(), 2), chain(leaf(), 1)
+        _y, z = chain(leaf(), 2), chain(leaf(), 1)
     rig.leave()
     rig.chunks[0].complete()
     del z  # it would be read first
@@ -195,7 +181,6 @@ def test_dead_and_ended_records_are_passed_over() -> None:
     rig.end()
     rig.engine.prefetch.pump([chunk.coming for chunk in chunks])
     assert rig.restored_bytes == KIB
-    del y
 
 
 def test_ahead_bytes_count_what_lies_between_the_reader_and_the_fetch() -> None:
@@ -215,7 +200,6 @@ def test_ahead_bytes_count_what_lies_between_the_reader_and_the_fetch() -> None:
     del packed[1:2]
     assert coming.look(0, KIB) is None  # follows the reader
     assert coming.ahead_bytes == KIB
-    packed.clear()
 
 
 def test_what_was_fetched_and_dropped_is_fetched_again_after_a_look_back() -> None:

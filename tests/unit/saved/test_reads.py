@@ -16,14 +16,7 @@ from offload.errors import StaleHandleError
 from offload.transfer.block import BlockState
 from offload.transfer.layout import WeakStorage
 from tests.threads import run_all
-from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
-
-KIB = 1024
-ELEMENTS = KIB // 4
-
-
-def leaf() -> Tensor:
-    return torch.randn(ELEMENTS, requires_grad=True)
+from tests.unit.saved.rig import EXECUTORS, KIB, Rig, assert_equal_bits, gradients, leaf
 
 
 def chain(x: Tensor) -> Tensor:

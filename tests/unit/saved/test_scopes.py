@@ -11,10 +11,8 @@ from torch import Tensor
 
 from offload.ids import ChunkId, GroupId
 from offload.saved.handles import Handle, Passed, SavedChunk, SavedGroup
-from tests.unit.saved.rig import Rig, assert_equal_bits
+from tests.unit.saved.rig import ELEMENTS, Rig, assert_equal_bits
 from tests.unit.saved.test_views import keep
-
-ELEMENTS = 256
 
 
 class Passing:

@@ -11,11 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from offload.transfer.block import BlockState
-from tests.unit.saved.rig import Rig, assert_equal_bits, gradients
+from tests.unit.saved.rig import ELEMENTS, KIB, Rig, assert_equal_bits, gradients
 from tests.unit.saved.test_views import keep
-
-KIB = 1024
-ELEMENTS = KIB // 4
 
 
 def leaf(*size: int) -> Tensor:
@@ -95,7 +92,6 @@ def test_groups_of_one_chunk_share_a_copy_and_chunks_do_not(rig: Rig) -> None:
     assert (rig.saved, rig.spilled_bytes) == (2, 2 * KIB)
     rig.chunks.clear()  # so that the step's end drops nothing
     assert rig.engine.end_step().saved == 2
-    outputs.clear()
 
 
 def test_a_save_joins_a_copy_that_is_on_its_way_or_on_the_host(rig: Rig) -> None:
@@ -107,7 +103,6 @@ def test_a_save_joins_a_copy_that_is_on_its_way_or_on_the_host(rig: Rig) -> None
         rig.leave()
     assert rig.states() == [BlockState.SPILLED]
     assert (rig.saved, rig.spilled_bytes) == (1, KIB)
-    outputs.clear()
 
 
 def test_a_save_does_not_join_a_record_whose_handles_have_died(rig: Rig) -> None:
@@ -176,7 +171,6 @@ def test_a_save_does_not_join_the_packed_copy_of_a_sparse_view(rig: Rig) -> None
     for output in outputs:
         output.backward()
     assert [torch.equal(one, other) for one, other in zip(expected, found, strict=True)] == [True, True, True]
-    outputs.clear()
 
 
 def test_a_new_storage_at_the_address_of_one_that_has_left_is_not_taken_for_it() -> None:
@@ -214,7 +208,6 @@ def test_a_receive_buffer_never_shares_a_copy(rig: Rig) -> None:
         output.backward()
     assert_equal_bits([torch.full((ELEMENTS,), value) for value in (1.0, 2.0)], found)
     assert (rig.saved, rig.spilled_bytes, rig.restored_bytes) == (2, 2 * KIB, 2 * KIB)
-    outputs.clear()
 
 
 def test_a_receive_buffer_is_not_taken_for_its_saved_bytes_although_it_lives(rig: Rig) -> None:

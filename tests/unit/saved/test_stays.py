@@ -11,10 +11,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from offload.transfer.block import BlockState
 from offload.transfer.layout import WeakStorage
-from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits
+from tests.unit.saved.rig import ELEMENTS, EXECUTORS, Rig, assert_equal_bits
 from tests.unit.saved.test_views import keep
 
-ELEMENTS = 256
 NBYTES = 4 * ELEMENTS
 SPILLED, RESIDENT = BlockState.SPILLED, BlockState.RESIDENT
 
@@ -189,7 +188,6 @@ def test_a_tensor_that_stays_is_gone_with_its_handle_though_its_piece_is_not() -
     assert first.storage() is None
     assert second.storage() is not None
     assert [block.nbytes for block in rig.blocks()] == [2 * NBYTES]
-    packed.clear()
 
 
 def test_what_has_died_is_counted_out_before_the_next_save_is_counted_in(rig: Rig) -> None:

@@ -16,10 +16,8 @@ from torch.utils._pytree import tree_map
 
 from offload.saved.handles import Handle, Passed
 from offload.transfer.layout import WeakStorage
-from tests.unit.saved.rig import Rig, assert_equal_bits
+from tests.unit.saved.rig import ELEMENTS, Rig, assert_equal_bits
 from tests.unit.saved.test_views import keep
-
-ELEMENTS = 256
 
 
 def distributed(mesh: DeviceMesh, placement: Shard | Replicate, *size: int) -> DTensor:

@@ -18,10 +18,8 @@ from offload.device import CopyPair, Event, Lane
 from offload.device.sim import ExecutorName, SimDevice
 from offload.transfer.block import BlockState
 from offload.transfer.copier import Priority
-from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits
+from tests.unit.saved.rig import EXECUTORS, KIB, Rig, assert_equal_bits
 from tests.unit.saved.test_views import keep
-
-KIB = 1024
 
 
 class SmallDevice(SimDevice):

@@ -13,25 +13,10 @@ from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import HazardError, OffloadError
 from offload.transfer.block import BlockState
 from offload.transfer.copier import Priority
-from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
+from tests.unit.saved.rig import ELEMENTS, EXECUTORS, KIB, Rig, assert_equal_bits, chain, gradients, leaf
 from tests.unit.saved.test_views import keep
 
-KIB = 1024
 PAGE = 4096
-ELEMENTS = KIB // 4
-"""Of a float32 tensor of one KiB."""
-
-
-def chain(x: Tensor, length: int) -> Tensor:
-    """Saves `length` tensors of the size of x, none of which anything else holds."""
-    x = x * 2
-    for _ in range(length):
-        x = x.sin()
-    return x
-
-
-def leaf(kib: int = 1) -> Tensor:
-    return torch.randn(kib * ELEMENTS, requires_grad=True)
 
 
 def gone(length: int, rig: Rig) -> Tensor:
@@ -248,7 +233,7 @@ def test_a_dropped_tensor_is_fetched_again_without_a_second_spill() -> None:
 
 def test_what_was_fetched_ahead_and_not_read_is_forgotten_with_its_step() -> None:
     rig = Rig(device_limit_bytes=2 * KIB, max_restoring_bytes=KIB)
-    y = gone(4, rig)
+    _y = gone(4, rig)
     first, second, *_ = rig.blocks()
     rig.transfers.restore([first], Priority.SPECULATIVE)
     rig.transfers.drop_furthest(KIB)
@@ -258,7 +243,6 @@ def test_what_was_fetched_ahead_and_not_read_is_forgotten_with_its_step() -> Non
     rig.end()
     assert not rig.transfers.dropped
     assert not rig.transfers._ahead, "blocks of a step that is over"
-    del y
 
 
 def test_a_dropped_tensor_that_somebody_still_holds_is_not_fetched_again() -> None:
@@ -314,7 +298,6 @@ def test_that_copy_is_not_the_buffer_and_both_lanes_are_ordered(rig: Rig) -> Non
     assert first.data_ptr() != second.data_ptr()
     # the buffer goes back to the first lane, after the second has read it
     assert rig.device.waits["return"] == returned + 1
-    packed.clear()
 
 
 def test_without_the_edge_of_a_read_the_checker_says_so() -> None:

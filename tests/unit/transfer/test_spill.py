@@ -15,11 +15,7 @@ from offload.memory.budget import LocalHostBudget
 from offload.transfer.block import BlockState
 from offload.transfer.layout import WeakStorage
 from tests.inside import impose
-from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
-
-KIB = 1024
-ELEMENTS = KIB // 4
-"""Of a float32 tensor of one KiB."""
+from tests.unit.saved.rig import ELEMENTS, EXECUTORS, KIB, Rig, assert_equal_bits, gradients, leaf
 
 
 class NeverBlocks(SimDevice):
@@ -35,10 +31,6 @@ def chain(x: Tensor, length: int) -> Tensor:
     for _ in range(length):
         x = x.sin()
     return x
-
-
-def leaf(kib: int = 1) -> Tensor:
-    return torch.randn(kib * ELEMENTS, requires_grad=True)
 
 
 # -- caps ----------------------------------------------------------------------------------------------------
