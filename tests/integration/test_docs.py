@@ -140,11 +140,7 @@ def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings", reason="needs the extra docs")
     mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
     done = subprocess.run(
-        [*mkdocs, "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+        [*mkdocs, "--site-dir", str(tmp_path / "site")], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "site" / "reference" / "apply" / "index.html").read_text()

@@ -48,8 +48,7 @@ def llama(**options: Any) -> Any:
 
 def adapted(**options: Any) -> Any:
     return peft.get_peft_model(
-        llama(),
-        peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj", "up_proj", "down_proj"], **options),
+        llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj", "up_proj", "down_proj"], **options)
     )
 
 

@@ -55,10 +55,7 @@ def test_each_size_refuses_the_same_slips(
 @pytest.mark.parametrize("argument", ["host_limit", "device_total", "high", "low"])
 @pytest.mark.parametrize("nothing", [0, "0GB", "0B"])
 @pytest.mark.usefixtures("manager")
-def test_nothing_is_no_size_of_what_is_needed(
-    argument: str,
-    nothing: object,
-) -> None:
+def test_nothing_is_no_size_of_what_is_needed(argument: str, nothing: object) -> None:
     with pytest.raises(ValueError, match=f"{argument} is {nothing!r}, must be .* (1|4,096) or more"):
         applied(argument, nothing)
 

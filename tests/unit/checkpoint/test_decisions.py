@@ -223,9 +223,7 @@ def test_without_what_is_kept_each_of_them_is_refused_or_fails(
 
 
 @pytest.mark.parametrize("mode", ["hidden_states", "selective"])
-def test_two_backwards_of_one_graph_have_the_rows_of_its_forward(
-    mode: Any,
-) -> None:
+def test_two_backwards_of_one_graph_have_the_rows_of_its_forward(mode: Any) -> None:
     """What was kept is copied: the block normalises its weights in place in each recompute."""
     expected: list[Tensor] = []
     for apply in (False, True):

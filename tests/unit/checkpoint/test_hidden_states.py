@@ -30,10 +30,7 @@ from tests.unit.checkpoint.recomputed import (
     values,
 )
 from tests.unit.checkpoint.regions import assert_empty
-from tests.unit.groups.stack import (
-    build_manager,
-    installed,
-)
+from tests.unit.groups.stack import build_manager, installed
 
 Manager = PipelineOffloadManager
 

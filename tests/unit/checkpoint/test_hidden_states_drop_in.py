@@ -199,10 +199,7 @@ def test_the_next_input_is_fetched_before_the_recompute_that_reads_it() -> None:
 @pytest.mark.req("S4-12")
 def test_gradients_asked_for_by_inputs_raise_what_torch_raises(manager: Manager) -> None:
     model = checkpointed(True)
-    for ask in (
-        lambda y, x: torch.autograd.grad(y, [x]),
-        lambda y, x: y.backward(inputs=[x]),
-    ):
+    for ask in (lambda y, x: torch.autograd.grad(y, [x]), lambda y, x: y.backward(inputs=[x])):
         messages = []
         for patched in (False, True):
             if patched:

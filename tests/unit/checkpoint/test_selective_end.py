@@ -38,9 +38,7 @@ pytestmark = pytest.mark.usefixtures("manager")
 
 # -- a change in place ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("late", [False, True], ids=["before the next save", "after it"])
-def test_a_kept_output_that_is_changed_in_place_is_an_error_of_the_backward(
-    late: bool,
-) -> None:
+def test_a_kept_output_that_is_changed_in_place_is_an_error_of_the_backward(late: bool) -> None:
     weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
 
     def body(x: Tensor) -> Tensor:

@@ -80,10 +80,7 @@ def test_a_group_needs_a_name() -> None:
         *[(member, False) for member in CheckpointPolicy if member.name.endswith("CPU_OFFLOAD")],
     ],
 )
-def test_a_policy_chooses_call_by_call_and_is_asked_in_the_forward_only(
-    yes: Any,
-    no: Any,
-) -> None:
+def test_a_policy_chooses_call_by_call_and_is_asked_in_the_forward_only(yes: Any, no: Any) -> None:
     """The first product of every other call is kept; a view operator is asked about and never kept."""
     asked: list[tuple[str, bool, bool]] = []
 

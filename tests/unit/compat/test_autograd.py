@@ -125,9 +125,7 @@ class Pair(NamedTuple):
 @pytest.mark.req("S2-85")
 @pytest.mark.parametrize("make", [lambda *two: two, lambda *two: [*two], Pair])
 @pytest.mark.usefixtures("manager")
-def test_the_first_element_of_a_container_gets_the_node_of_a_long_commit(
-    make: Callable[..., Any],
-) -> None:
+def test_the_first_element_of_a_container_gets_the_node_of_a_long_commit(make: Callable[..., Any]) -> None:
     init_chunk_handler(None, None, 1)
     given = []
 

@@ -184,9 +184,7 @@ def test_a_layer_is_on_the_device_for_its_own_forward_and_backward_only() -> Non
 
 @pytest.mark.req("S3-19", "S3-21")
 @pytest.mark.parametrize("grad", [True, False])
-def test_the_next_registered_layer_comes_during_the_forward_of_one_from_the_first_step_on(
-    grad: bool,
-) -> None:
+def test_the_next_registered_layer_comes_during_the_forward_of_one_from_the_first_step_on(grad: bool) -> None:
     with paired() as pair, torch.set_grad_enabled(grad):
         names: list[list[int]] = []
 

@@ -534,9 +534,7 @@ def test_the_disk_cannot_be_changed_while_tensors_lie_on_it(rig: Rig) -> None:
     y.sum().backward()
 
 
-def test_closing_ends_the_threads_and_who_attaches_again_has_a_disk(
-    tmp_path: Path,
-) -> None:
+def test_closing_ends_the_threads_and_who_attaches_again_has_a_disk(tmp_path: Path) -> None:
     rig = Rig(disk_directory=str(tmp_path))
     assert len(disk_threads()) == 4, "two of each direction"
     gradients(sines, leaves(2), rig)

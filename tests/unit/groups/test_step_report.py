@@ -90,9 +90,7 @@ def test_a_cache_is_nothing_to_say_at_125_percent_or_with_few_shapes_or_segments
     assert caplog.messages == []
 
 
-def test_steps_of_many_shapes_are_told_of_a_limit_that_they_pass(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_steps_of_many_shapes_are_told_of_a_limit_that_they_pass(caplog: pytest.LogCaptureFixture) -> None:
     """No step of theirs follows a plan of its own, so none was looked at."""
     with installed(build_manager(device_limit_bytes=FC1 - 1)), caplog.at_level(logging.WARNING):
         driver = Driver(build_stages(1, 2, ("fc1",)))

@@ -215,9 +215,7 @@ def test_plan_that_keeps_sparse_views_settles() -> None:
         assert kept == kept[:1] * 4
 
 
-def test_summary_counts_what_leaves_before_and_after_times_are_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_summary_counts_what_leaves_before_and_after_times_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """One chunk of two groups of several tensors: the table's bytes are those that the next step sends,
     whichever plan it follows."""
     seconds = {("F", 0, 0): 1e-3, ("B", 0, 0): 2e-3}

@@ -372,10 +372,7 @@ def test_a_second_backward_after_a_bucket_was_stepped_is_an_error_that_says_no_s
             {"overlap": "backward", "max_grad_norm": 1.0},
             'overlap="backward" and max_grad_norm: the norm is known',
         ),
-        (
-            {"overlap": "backward", "overlap_cpu_optimizer_d2h_h2d": False},
-            "overlap='backward' needs workers",
-        ),
+        ({"overlap": "backward", "overlap_cpu_optimizer_d2h_h2d": False}, "overlap='backward' needs workers"),
         ({"overlap": "forward"}, 'overlap="forward" needs model='),
         ({"overlap": "always"}, "overlap is 'always', must be"),
     ],

@@ -278,8 +278,7 @@ class Wide(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("blocks", "total", "rate", "dear"),
-    [(3, 25_528, 1e7, 1.0), (5, 33_776, 2e7, 2.0), (5, 46_792, 2e7, 1.0)],
+    ("blocks", "total", "rate", "dear"), [(3, 25_528, 1e7, 1.0), (5, 33_776, 2e7, 2.0), (5, 46_792, 2e7, 1.0)]
 )
 def test_what_input_halves_leave_has_its_room_in_each_step_of_every_plan(
     blocks: int, total: int, rate: float, dear: float, monkeypatch: pytest.MonkeyPatch

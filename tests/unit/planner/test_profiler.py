@@ -171,10 +171,7 @@ def test_a_block_that_makes_a_jagged_tensor_is_not_recomputed(manager: Manager) 
     as_nested = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
     made = profile_of(manager, Of(lambda x, w, v: (as_nested([x, x[1:]]) @ w).values()))
     given = profile_of(manager, Of(lambda x, w, v: torch.tanh(x @ w)), as_nested([seeded(ROWS, WIDTH)]))
-    assert (made.only, given.only) == (
-        "it makes a jagged tensor, whose size is another symbol each time",
-        "",
-    )
+    assert (made.only, given.only) == ("it makes a jagged tensor, whose size is another symbol each time", "")
 
 
 def test_a_forward_that_raises_has_no_profile(manager: Manager) -> None:

@@ -10,14 +10,7 @@ from offload.device import Event
 from offload.device.sim import SimDevice
 from offload.ids import Owner
 from offload.memory.budget import LocalHostBudget
-from offload.transfer.copier import (
-    CapsAdmission,
-    DenialReason,
-    Denied,
-    Direction,
-    Lease,
-    Priority,
-)
+from offload.transfer.copier import CapsAdmission, DenialReason, Denied, Direction, Lease, Priority
 from offload.transfer.limits import Limits
 from tests.unit.saved.rig import Rig, assert_equal_bits, gradients
 

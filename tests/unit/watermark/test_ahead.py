@@ -226,10 +226,7 @@ def test_memory_that_nobody_saves_is_seen_after_so_many_saves_at_the_latest(befo
     of it."""
     allocated, engine = before * TENSOR, engine_of(piece_bytes=32 * MIB)
     fields: dict[str, Any] = {"high": 100 * TENSOR, "low": 90 * TENSOR, "memory_allocated": lambda: allocated}
-    with (
-        runtime_of(engine=engine, **fields) as runtime,
-        runtime.managed_forward(),
-    ):
+    with runtime_of(engine=engine, **fields) as runtime, runtime.managed_forward():
         x, spilled = batch(0, 8).requires_grad_(), []
         for _ in range(calls + 2):
             x = x.sigmoid()

@@ -100,10 +100,7 @@ class Pair:
             getattr(optimizer, "close", int)()
 
     def train(
-        self,
-        steps: int = 4,
-        loss: Loss = squares,
-        optimizers: tuple[Optimizer, Optimizer] | None = None,
+        self, steps: int = 4, loss: Loss = squares, optimizers: tuple[Optimizer, Optimizer] | None = None
     ) -> None:
         """Each loss, gradient and weight is that of the plain model, bit for bit."""
         ours, its = optimizers or self.optimizers()

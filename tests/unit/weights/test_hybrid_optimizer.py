@@ -145,11 +145,7 @@ def test_weights_and_gradients_have_no_second_copy_on_the_host(
         weights = [w.parameter for block in pair.stream.blocks for w in block.weights]
         for share in (0.0, 1.0):
             ours = HybridDeviceOptimizer(
-                weights,
-                1.0,
-                cpu_share=share,
-                param_update_in_fp32=True,
-                engine=pair.stream._engine,
+                weights, 1.0, cpu_share=share, param_update_in_fp32=True, engine=pair.stream._engine
             )
             assert ours.host_bytes == ELEMENTS * per_element
             squares(pair.model, torch.randn(ROWS, WIDTH, dtype=dtype)).backward()
