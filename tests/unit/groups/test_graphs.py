@@ -31,6 +31,7 @@ from offload import (
 from offload.device.sim import SimDevice, SimGraph
 from offload.transfer.block import DeviceBlock, Transfer
 from offload.transfer.copier import Priority
+from tests.unit.groups.handlers import device_of
 from tests.unit.groups.stack import EXECUTORS, ROWS, WIDTH, Stack, build_manager, build_stages, installed
 
 CAPS: dict[str, dict[str, Any]] = {
@@ -49,12 +50,6 @@ def manager() -> Iterator[PipelineOffloadManager]:
     with installed(built):
         init_chunk_handler(None, None, 1)
         yield built
-
-
-def device_of(manager: PipelineOffloadManager) -> SimDevice:
-    device = manager.engine.device
-    assert isinstance(device, SimDevice)
-    return device
 
 
 def leaf(rows: int = ROWS) -> Tensor:

@@ -107,7 +107,6 @@ def test_the_device_holds_three_buckets_whatever_the_number_of_parameters(model:
     optimizer = wrapped(model)
     assert optimizer.ring_bytes <= 3 * 4 * 2048
     device = optimizer.engine.device
-    assert isinstance(device, SimDevice)
     before = device.active_bytes()
     train(model, optimizer, 1)
     leaves = sum(4 * parameter.numel() for parameter in model.parameters())
@@ -335,7 +334,6 @@ def test_a_wrapper_that_is_closed_leaves_the_optimizer_its_state() -> None:
 
 def test_a_replaced_parameter_is_let_go_and_a_scheduler_takes_the_wrapper() -> None:
     model, optimizer, _ = with_inner(wrap=True)
-    assert isinstance(model, nn.Sequential)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     held = optimizer._part.host_bytes
     replaced: list[weakref.ref[torch.Tensor]] = []
