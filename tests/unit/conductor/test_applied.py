@@ -186,23 +186,22 @@ def test_the_phases_around_a_hybrid_optimizer_and_its_figures() -> None:
 
 def test_a_closure_and_a_step_that_is_skipped() -> None:
     model = Model()
-    handle = offload.apply(model, "groups", min_numel=1, conductor=True)
-    assert handle.conductor is not None
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with offload.apply(model, "groups", min_numel=1, conductor=True) as handle:
+        assert handle.conductor is not None
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
-    def closure() -> float:
-        loss = squares(model, batch())
-        loss.backward()
-        return loss.item()
+        def closure() -> float:
+            loss = squares(model, batch())
+            loss.backward()
+            return loss.item()
 
-    optimizer.step(closure)
-    seen = phases_of(handle.conductor)
-    optimizer.step(closure)
-    optimizer.zero_grad()
-    train(model, optimizer)
-    assert seen[-5:] == WHOLE
-    assert Phase.BACKWARD in seen[:-5]
-    handle.remove()
+        optimizer.step(closure)
+        seen = phases_of(handle.conductor)
+        optimizer.step(closure)
+        optimizer.zero_grad()
+        train(model, optimizer)
+        assert seen[-5:] == WHOLE
+        assert Phase.BACKWARD in seen[:-5]
 
 
 def test_a_forward_that_raises_and_the_loop_that_goes_on() -> None:

@@ -91,11 +91,10 @@ def test_a_model_of_which_nothing_streams() -> None:
 
 
 def test_a_model_that_is_streamed_already(model: Model) -> None:
-    handle = offload.apply(model, weights="host")
-    for options in ({"weights": "host"}, {"mode": "groups"}):
-        with pytest.raises(ValueError, match=r"call remove\(\) on that handle first"):
-            offload.apply(model, **options)  # type: ignore[arg-type]
-    handle.remove()
+    with offload.apply(model, weights="host"):
+        for options in ({"weights": "host"}, {"mode": "groups"}):
+            with pytest.raises(ValueError, match=r"call remove\(\) on that handle first"):
+                offload.apply(model, **options)  # type: ignore[arg-type]
 
 
 def test_blocks_compiled_with_graphs(model: Model) -> None:
@@ -117,15 +116,14 @@ def test_graphs_that_are_recorded_around_blocks(compiled: str) -> None:
     model = nn.Sequential(nn.Sequential(*Model().layers))
     if compiled == "model":
         run = torch.compile(model, mode="reduce-overhead")
-    handle = offload.apply(model, weights="host", blocks="0.*")
-    if compiled == "function":
-        run = torch.compile(lambda x: model(x), mode="reduce-overhead")
-    if compiled == "block":
-        model[0][1] = torch.compile(model[0][1], mode="reduce-overhead")  # type: ignore[index, operator]
-        run = model
-    with pytest.raises(ValueError, match=r"0\.[01] is compiled with CUDA graphs"):
-        run(torch.randn(ROWS, WIDTH))
-    handle.remove()
+    with offload.apply(model, weights="host", blocks="0.*"):
+        if compiled == "function":
+            run = torch.compile(lambda x: model(x), mode="reduce-overhead")
+        if compiled == "block":
+            model[0][1] = torch.compile(model[0][1], mode="reduce-overhead")  # type: ignore[index, operator]
+            run = model
+        with pytest.raises(ValueError, match=r"0\.[01] is compiled with CUDA graphs"):
+            run(torch.randn(ROWS, WIDTH))
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -134,11 +132,10 @@ def test_parameters_that_fsdp_takes_over_afterwards(sharded: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     model = Model()
-    handle = offload.apply(model, weights="host")
-    part: Any = model if sharded == "model" else model.layers[0]  # type: ignore[index]
-    with pytest.raises(offload.OffloadError, match=r"fully_shard\(\) of .* \(layers.0.up.weight\): FSDP"):
-        fully_shard(part)
-    handle.remove()
+    with offload.apply(model, weights="host"):
+        part: Any = model if sharded == "model" else model.layers[0]  # type: ignore[index]
+        with pytest.raises(offload.OffloadError, match=r"fully_shard\(\) of .* \(layers.0.up.weight\): FSDP"):
+            fully_shard(part)
 
 
 def test_compiled_blocks() -> None:
