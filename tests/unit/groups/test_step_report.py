@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -103,12 +102,6 @@ def test_steps_of_many_shapes_are_told_of_a_limit_that_they_pass(caplog: pytest.
 def test_a_limit_that_holds_is_nothing_to_say(caplog: pytest.LogCaptureFixture) -> None:
     report(StepStats(step=3, device_bytes_peak=1000, spill_bytes=10), 1000, live_peak_bytes=1000)
     assert caplog.messages == []
-
-
-@pytest.fixture
-def manager() -> Iterator[PipelineOffloadManager]:
-    with installed(build_manager()) as manager:
-        yield manager
 
 
 def test_a_small_model_that_moves_everything_and_saves_nothing_is_told_once(
