@@ -271,10 +271,12 @@ def test_a_sparse_view_that_another_lane_wrote_leaves_flat(rig: Rig) -> None:
     """Gathering reads it on the current lane, which nothing orders after that one."""
     base = torch.randn(64, 64)
     with rig.group(commit=False) as group, rig.device.use_lane(rig.device.new_compute_lane("second")):
-        _y = keep([], base[:, 5])
+        y = keep([], base[:, 5])
     rig.engine.store.commit(group)
     # from the sixteen-byte line of its first element to that of its last
     assert rig.spilled_bytes == 63 * 256 + 16
+    del y
+    rig.end()  # while the base lives: nothing orders its end after that lane
 
 
 @pytest.mark.parametrize("stays_from", [None, 0], ids=["whole", "in part"])
