@@ -59,3 +59,13 @@ def one_thread() -> Iterator[None]:
 def rig() -> Rig:
     """An engine on a simulated device, with chunks and groups opened by hand."""
     return Rig()
+
+
+@pytest.fixture(autouse=True)
+def rigs_end(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Behind a test that passes, when it holds nothing any more, each rig that it made ends its step."""
+    failed = request.session.testsfailed
+    yield
+    made, Rig.made = Rig.made, []
+    for each in made if request.session.testsfailed == failed else ():
+        each.end()

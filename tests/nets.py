@@ -30,12 +30,7 @@ class Stack(nn.Module):
     None for none."""
 
     def __init__(
-        self,
-        layer: Callable[[], nn.Module],
-        layers: int,
-        width: int,
-        out: int,
-        reentrant: bool | None = None,
+        self, layer: Callable[[], nn.Module], layers: int, width: int, out: int, reentrant: bool | None = None
     ) -> None:
         super().__init__()
         self.embed = nn.Linear(width, width)

@@ -159,9 +159,7 @@ def rank_main(rank: int, world: int) -> dict[str, Any]:
         plain: Any = copy.deepcopy(model)
         if not by_hand:
             plain = DistributedDataParallel(
-                plain,
-                gradient_as_bucket_view=name == "bucket views",
-                find_unused_parameters=name == "unused",
+                plain, gradient_as_bucket_view=name == "bucket views", find_unused_parameters=name == "unused"
             )
         expected = trained(rank, plain, name=name)
         configure(OffloadConfig(min_offloaded_tensor_size=1), device="sim")

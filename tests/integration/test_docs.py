@@ -127,7 +127,6 @@ def test_a_table_of_modes_has_each_mode_and_so_has_the_help(page: str) -> None:
         (ROOT / page).read_text(),
         re.MULTILINE,
     )
-    assert table is not None
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[1].splitlines()]
     assert [row[0] for row in rows if not row[-1]] == [], "each says when to choose it"
     listed = [mode for row in rows for mode in re.findall(r'`("\w+"|True|False)`', row[0])]
@@ -141,18 +140,13 @@ def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings", reason="needs the extra docs")
     mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
     done = subprocess.run(
-        [*mkdocs, "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+        [*mkdocs, "--site-dir", str(tmp_path / "site")], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "site" / "reference" / "apply" / "index.html").read_text()
     shown = html.unescape(re.sub(r"<[^>]+>", "", page))
     assert "Bytes pinned at construction, so that the first step finds its blocks." in shown
     help_of_mode = re.search(r"    mode: .*?\n    blocks:", str(offload.apply.__doc__), re.DOTALL)
-    assert help_of_mode is not None
     assert textwrap.dedent(help_of_mode[0]) in shown, "with its lines and asterisks"
     paragraphs = [
         text

@@ -98,10 +98,7 @@ def test_the_examples_of_the_readme_run_and_the_first_keeps_its_total(
 
 
 def test_the_dry_run_plans_without_an_extra_and_says_at_once_what_a_picture_needs(
-    python: Path,
-    ran: dict[str, tuple[int, str, str]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    python: Path, ran: dict[str, tuple[int, str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     offload = str(python.with_name("offload"))  # the console script
     assert planner.main([*JOB, "--json"]) == 0

@@ -577,10 +577,7 @@ def test_axolotl_goes_on_recomputing_where_every_weight_trains(
 def test_beside_the_trainers_recompute_the_inputs_of_its_checkpoints_leave(mode: str, tmp_path: Path) -> None:
     def moved(checkpoints: bool) -> int:
         whole(
-            tmp_path,
-            OffloadCallback(mode=mode, min_numel=1),
-            gradient_checkpointing=checkpoints,
-            max_steps=1,
+            tmp_path, OffloadCallback(mode=mode, min_numel=1), gradient_checkpointing=checkpoints, max_steps=1
         )
         return PipelineOffloadManager.get_instance().stats.spilled
 

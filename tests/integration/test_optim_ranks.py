@@ -172,11 +172,7 @@ def test_with_a_scaler_all_ranks_leave_out_the_step_that_is_bad_on_one(
 
 # -- refused, agreed, told -----------------------------------------------------------------------------------
 REFUSED: dict[str, tuple[Case, dict[str, Any], str]] = {
-    "early": (
-        Case(over="replicas"),
-        {"overlap": "backward"},
-        'overlap="backward" promises final gradients',
-    ),
+    "early": (Case(over="replicas"), {"overlap": "backward"}, 'overlap="backward" promises final gradients'),
     "whole": (
         Case(over="shards"),
         {"cpu_optimizer_cls": torch.optim.Adafactor},

@@ -48,8 +48,7 @@ def llama(**options: Any) -> Any:
 
 def adapted(**options: Any) -> Any:
     return peft.get_peft_model(
-        llama(),
-        peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj", "up_proj", "down_proj"], **options),
+        llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj", "up_proj", "down_proj"], **options)
     )
 
 
@@ -112,7 +111,6 @@ def test_an_adapter_trains_and_is_merged_and_unmerged(mode: Any, dora: bool, tmp
     model = adapted(use_dora=dora, init_lora_weights=False)
     plain = copy.deepcopy(model)
     handle = offload.apply(model, mode, weights="host")
-    assert handle.weights is not None
     assert handle.weights.resident["of an adapter"][0] == LAYERS * 4 * (3 if dora else 2)
     train(model, plain, 5)
     assert (handle.weights.misses, handle.weights.out_bytes) == (0, 0)
@@ -237,7 +235,6 @@ def test_experts_of_mixtures_stream_by_the_expert(kind: str, experts: str, check
     train(model, plain, 4)
     assert len(by_expert(handle)) == 2 * 3
     figures = handle.weights
-    assert figures is not None
     assert figures.expert_hits + figures.expert_misses > 0
     model.eval(), plain.eval()
     x = ids()

@@ -91,7 +91,6 @@ def step_disk(
 ) -> DiskTier:
     """The engine's disk, its threads replaced by stepped ones. without: edges that are left out."""
     disk = engine.transfers.disk
-    assert disk is not None
     for worker in (disk.writer, disk.reader):
         worker.end()
         worker.join()

@@ -55,7 +55,6 @@ def compare(program: Program) -> Counter[str]:
     ours = Run(program)
     built = build_manager(program.executor, seed=program.seed, device_limit_bytes=program.limit)
     with installed(built) as manager:
-        assert manager is not None
         before = manager.engine.config
         limit = 1 if program.limit == 0 else program.limit
         total = {"device_total": exactly(limit)} if program.mode == "auto" else {}

@@ -86,13 +86,7 @@ class Machine(RuleBasedStateMachine):
         for_phase=st.booleans(),
     )
     def reserve(
-        self,
-        owner: str,
-        nbytes: int,
-        kind: ReservationKind,
-        pool: Pool,
-        priority: Priority,
-        for_phase: bool,
+        self, owner: str, nbytes: int, kind: ReservationKind, pool: Pool, priority: Priority, for_phase: bool
     ) -> None:
         before = self.conductor.budget.granted_bytes(pool)
         answer = self.conductor.request(

@@ -20,7 +20,7 @@ from offload.disk.file import Extent, HostBytes
 from offload.errors import HazardError
 from offload.ids import ChunkId, GroupId
 from offload.saved.handles import Handle, SavedChunk, SavedGroup
-from tests.property.disk_steps import SteppedWorker, step_disk
+from tests.property.disk_steps import step_disk
 from tests.property.edges import noted_titles
 from tests.property.test_edges import NUMBERS, Desk
 
@@ -44,8 +44,6 @@ class DiskDesk(Desk):
         self.transfers = self.engine.transfers
         self.disk = step_disk(self.engine, without=without)
         self.writer, self.reader = self.disk.writer, self.disk.reader
-        assert isinstance(self.writer, SteppedWorker)
-        assert isinstance(self.reader, SteppedWorker)
         self.under_way: list[Extent] = []  # extents that a thread is in the middle of
         write = self.disk.file.write
 
@@ -62,7 +60,6 @@ class DiskDesk(Desk):
     def write_out(self, handle: Handle) -> None:
         """Its bytes are in the file and nowhere else."""
         self.settle(handle)
-        assert isinstance(self.writer, SteppedWorker)
         self.writer.drain()
         self.disk.collect()
         assert handle.record.block.host is None
@@ -70,7 +67,6 @@ class DiskDesk(Desk):
     def begin_read(self, handle: Handle) -> None:
         """One of the reader's threads is in the middle of reading it ahead of its reader."""
         assert self.disk._start_reads([handle.record.block])  # `bring` may be without its edge
-        assert isinstance(self.reader, SteppedWorker)
         job = self.reader.begin_next()
         self.under_way += [stored.extent for stored in job.items if stored.extent is not None]
 
@@ -78,7 +74,6 @@ class DiskDesk(Desk):
         """Let all threads run to their end, and raise what they met."""
         self.under_way.clear()
         for worker in (self.reader, self.writer):
-            assert isinstance(worker, SteppedWorker)
             worker.drain()
             for error in worker.errors:
                 raise error
@@ -184,7 +179,6 @@ def extent(desk: DiskDesk) -> None:
     desk.reclaim()
     second = desk.save(2.0)
     desk.settle(second)
-    assert isinstance(desk.writer, SteppedWorker)
     desk.writer.drain()
     desk.finish()
     assert desk.read(second) == 2.0

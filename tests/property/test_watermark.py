@@ -88,7 +88,6 @@ class Watermarked(Plain):
 
     def step_end(self) -> None:
         metrics = self.runtime.step_end()
-        assert metrics is not None
         assert metrics.activations_saved == metrics.activations_kept + metrics.activations_spilled
         assert metrics.pool_hits + metrics.pool_misses == metrics.activations_spilled
         assert metrics.activations_restored <= metrics.activations_spilled

@@ -47,7 +47,6 @@ def compare(program: Program, weights: str, **options: Any) -> None:
     plain.play()
     built = build_manager(program.executor, seed=program.seed, device_limit_bytes=program.limit)
     with installed(built) as manager:
-        assert manager is not None
         total: dict[str, Any] = {}
         if program.mode == "auto" and program.limit:  # with room for weights and gradients
             total = {"device_total": exactly(program.limit + (1 << 14))}
@@ -60,7 +59,6 @@ def compare(program: Program, weights: str, **options: Any) -> None:
         ours.before_step = partial(change_plan, handle, program.seed)
         ours.play()
         figures = handle.weights
-        assert figures is not None
         assert figures.hits + figures.misses > 0 or figures.steps == 0
         stream = streaming_of(handle)
         assert not any(block.entered for block in stream.blocks)

@@ -126,16 +126,15 @@ def test_leaves_and_blocks_pass_once_or_several_times(plain: Denoiser, blocks: s
 def test_a_stream_of_the_callers(plain: Denoiser, mode: Any) -> None:
     """The pass is issued to a lane of its own, as a pipeline of denoising does."""
     model = copy.deepcopy(plain)
-    handle = offload.apply(model, mode, weights="host")
-    device = default_manager().engine.device
-    lane = device.new_compute_lane("another")
-    for _ in range(2):
-        alike(model, plain)
-        with device.use_lane(lane):
-            device.wait(lane, device.record(device.h2d), "test")
+    with offload.apply(model, mode, weights="host"):
+        device = default_manager().engine.device
+        lane = device.new_compute_lane("another")
+        for _ in range(2):
             alike(model, plain)
-        device.wait(device.compute, device.record(lane), "test")
-    handle.remove()
+            with device.use_lane(lane):
+                device.wait(lane, device.record(device.h2d), "test")
+                alike(model, plain)
+            device.wait(device.compute, device.record(lane), "test")
 
 
 def test_a_module_without_parameters_is_no_block(plain: Denoiser) -> None:
@@ -144,11 +143,9 @@ def test_a_module_without_parameters_is_no_block(plain: Denoiser) -> None:
     with pytest.raises(ValueError, match=r"no weight of Sequential .* are 0, 1, 2, 3, \.\.\.; name others"):
         offload.apply(nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))), weights="host")
     model = copy.deepcopy(plain)
-    handle = offload.apply(model, weights="host", blocks=["middle.*", "down.*.parts.*", "down.*.drop"])
-    assert handle.weights is not None
-    assert handle.weights.streamed_bytes == LAYERS * 2 * WEIGHT_BYTES
-    alike(model, plain)
-    handle.remove()
+    with offload.apply(model, weights="host", blocks=["middle.*", "down.*.parts.*", "down.*.drop"]) as handle:
+        assert handle.weights.streamed_bytes == LAYERS * 2 * WEIGHT_BYTES
+        alike(model, plain)
 
 
 def test_a_model_of_identities_has_nothing_to_stream() -> None:
@@ -158,14 +155,12 @@ def test_a_model_of_identities_has_nothing_to_stream() -> None:
 
 def test_a_group_inside_another_is_one_with_it(plain: Denoiser) -> None:
     model = copy.deepcopy(plain)
-    handle = offload.apply(model, weights="host", blocks=["down.*", "down.*.attention", "up.*"])
-    assert handle.weights is not None
-    assert handle.weights.blocks == 2 * LAYERS
-    alike(model, plain)
-    for inner in ("groups", None):
-        with pytest.raises(ValueError, match=r"call remove\(\) on that handle first"):
-            offload.apply(model.down, inner, weights="host", blocks="*")
-    handle.remove()
+    with offload.apply(model, weights="host", blocks=["down.*", "down.*.attention", "up.*"]) as handle:
+        assert handle.weights.blocks == 2 * LAYERS
+        alike(model, plain)
+        for inner in ("groups", None):
+            with pytest.raises(ValueError, match=r"call remove\(\) on that handle first"):
+                offload.apply(model.down, inner, weights="host", blocks="*")
 
 
 def test_weights_of_one_model_beside_those_of_another(plain: Denoiser) -> None:
@@ -212,38 +207,36 @@ def test_a_move_after_apply(plain: Denoiser, move: str) -> None:
 
 def test_a_move_to_a_device_that_has_no_bytes_is_an_error_and_changes_nothing(plain: Denoiser) -> None:
     model = copy.deepcopy(plain)
-    handle = offload.apply(model, weights="host")
-    weight = model.down[1].attention.to_out.weight  # type: ignore[union-attr]
-    with pytest.raises(offload.OffloadError, match=r"is set to \(32, 32\) on meta, and the weight has"):
-        weight.data = torch.empty(WIDTH, WIDTH, device="meta")
-    with pytest.raises(offload.OffloadError, match=r"is set to \(3, 3\) on cpu, and the weight has"):
-        weight.data = torch.empty(3, 3)
-    alike(model, plain)
-    handle.remove()
+    with offload.apply(model, weights="host"):
+        weight = model.down[1].attention.to_out.weight  # type: ignore[union-attr]
+        with pytest.raises(offload.OffloadError, match=r"is set to \(32, 32\) on meta, and the weight has"):
+            weight.data = torch.empty(WIDTH, WIDTH, device="meta")
+        with pytest.raises(offload.OffloadError, match=r"is set to \(3, 3\) on cpu, and the weight has"):
+            weight.data = torch.empty(3, 3)
+        alike(model, plain)
 
 
 def test_a_state_dict_in_between_is_whole_and_goes_back(plain: Denoiser) -> None:
     model = copy.deepcopy(plain)
-    handle = offload.apply(model, weights="host")
-    for each in (model, plain):
-        each(noise()).mean().backward()
-        for parameter in each.parameters():
-            parameter.data.add_(parameter.grad, alpha=-0.01)
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
-    assert saved.keys() == plain.state_dict().keys()
-    assert all(torch.equal(saved[name], value) for name, value in plain.state_dict().items())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0)
-    assert not model(noise()).any()
-    assert model.load_state_dict(saved) == torch.nn.modules.module._IncompatibleKeys([], [])
-    alike(model, plain)
-    torch.manual_seed(5)
-    fresh = Denoiser()
-    fresh.load_state_dict(model.state_dict())
-    alike(fresh, plain)
-    del saved
-    handle.remove()
+    with offload.apply(model, weights="host"):
+        for each in (model, plain):
+            each(noise()).mean().backward()
+            for parameter in each.parameters():
+                parameter.data.add_(parameter.grad, alpha=-0.01)
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        assert saved.keys() == plain.state_dict().keys()
+        assert all(torch.equal(saved[name], value) for name, value in plain.state_dict().items())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0)
+        assert not model(noise()).any()
+        assert model.load_state_dict(saved) == torch.nn.modules.module._IncompatibleKeys([], [])
+        alike(model, plain)
+        torch.manual_seed(5)
+        fresh = Denoiser()
+        fresh.load_state_dict(model.state_dict())
+        alike(fresh, plain)
+        del saved
 
 
 def test_apply_and_remove_in_turn_leave_no_hook_and_no_byte(plain: Denoiser) -> None:
@@ -266,12 +259,11 @@ def interrupts(module: nn.Module, args: Any) -> None:
 
 def test_a_pass_that_fails_in_the_middle_is_followed_by_one_that_does_not(plain: Denoiser) -> None:
     model = copy.deepcopy(plain)
-    handle = offload.apply(model, weights="host")
-    alike(model, plain)
-    for _ in range(2):
-        stop = model.up[1].register_forward_pre_hook(interrupts)  # type: ignore[operator]
-        with pytest.raises(KeyboardInterrupt):
-            model(noise())
-        stop.remove()
+    with offload.apply(model, weights="host"):
         alike(model, plain)
-    handle.remove()
+        for _ in range(2):
+            stop = model.up[1].register_forward_pre_hook(interrupts)  # type: ignore[operator]
+            with pytest.raises(KeyboardInterrupt):
+                model(noise())
+            stop.remove()
+            alike(model, plain)

@@ -42,5 +42,4 @@ def test_the_first_forward_of_a_process_may_be_inside_a_selective_checkpoint() -
     products._takes.cache_clear()
     found = gradients(selective=True)
     for one, wanted in zip(found, expected, strict=True):
-        assert one is not None
         assert torch.equal(one, wanted)

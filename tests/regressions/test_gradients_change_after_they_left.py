@@ -116,13 +116,7 @@ def lays_gradients_out_anew(model: TwoLosses, number: int) -> None:
 
 
 FAILED = [one_after_the_other, writes_data_after, clips_each_in_a_hook, writes_others_data_in_a_hook]
-HELD = [
-    forwards_first,
-    over_one_graph,
-    writes_others_in_a_hook,
-    replaces_gradients,
-    lays_gradients_out_anew,
-]
+HELD = [forwards_first, over_one_graph, writes_others_in_a_hook, replaces_gradients, lays_gradients_out_anew]
 BACKWARDS = [*FAILED, *HELD]
 
 

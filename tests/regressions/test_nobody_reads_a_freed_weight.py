@@ -384,6 +384,4 @@ def test_lists_that_are_written_under_a_dispatch_mode_count() -> None:
     handle.remove()
     for mine, other in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(mine, other)
-        assert mine.grad is not None
-        assert other.grad is not None
         assert torch.equal(mine.grad, other.grad)

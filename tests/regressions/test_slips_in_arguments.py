@@ -54,9 +54,8 @@ def test_each_size_refuses_the_same_slips(
 
 @pytest.mark.parametrize("argument", ["host_limit", "device_total", "high", "low"])
 @pytest.mark.parametrize("nothing", [0, "0GB", "0B"])
-def test_nothing_is_no_size_of_what_is_needed(
-    argument: str, nothing: object, manager: PipelineOffloadManager
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_nothing_is_no_size_of_what_is_needed(argument: str, nothing: object) -> None:
     with pytest.raises(ValueError, match=f"{argument} is {nothing!r}, must be .* (1|4,096) or more"):
         applied(argument, nothing)
 
@@ -68,9 +67,8 @@ def test_less_than_a_page_is_no_host_memory(less: str, manager: PipelineOffloadM
 
 
 @pytest.mark.parametrize("argument", ["device_limit", "device_total", "high", "low"])
-def test_more_than_the_gpu_has_is_refused(
-    argument: str, manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_more_than_the_gpu_has_is_refused(argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     gpu = SimpleNamespace(total_memory=80 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)

@@ -247,9 +247,7 @@ def fills_by_key(optimizer: Any, one: Tensor, other: Tensor) -> None:
 @pytest.mark.parametrize("fraction", FRACTIONS)
 @pytest.mark.parametrize("cpu_share", [0.0, 1.0])
 @pytest.mark.parametrize(
-    "change",
-    [replaces_all, holds_all, fills_by_key],
-    ids=lambda change: change.__name__,
+    "change", [replaces_all, holds_all, fills_by_key], ids=lambda change: change.__name__
 )
 def test_state_is_a_dictionary_to_all_who_change_it(change: Any, cpu_share: float, fraction: float) -> None:
     def loop(make: Make) -> nn.Module:

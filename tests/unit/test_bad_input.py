@@ -450,14 +450,12 @@ def test_wrong_argument_is_named_and_moves_nothing(manager: PipelineOffloadManag
     group_commit(y, "open").sum().backward()
     assert torch.equal(leaf.grad, 2 * leaf.detach())  # type: ignore[arg-type]
     stats = offload.step_end()
-    assert stats is not None
     assert (stats.saved, stats.spilled) == (1, 1)
 
 
 def observed(manager: PipelineOffloadManager) -> tuple[Any, ...]:
     engine = manager.engine
     chunk = manager.cur_forward_chunk()
-    assert chunk is not None
     group = chunk.innermost_open()
     return (
         str(chunk.id),
@@ -496,9 +494,8 @@ def saved_in_a_group(x: Tensor) -> Tensor:
     return group_commit(y, "a")
 
 
-def test_backward_after_the_step_has_ended_names_the_tensor_and_says_what_to_do(
-    manager: PipelineOffloadManager,
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_backward_after_the_step_has_ended_names_the_tensor_and_says_what_to_do() -> None:
     init_chunk_handler(None, None, 1)
     y = saved_in_a_group(torch.randn(64, requires_grad=True))
     offload.step_end()
@@ -512,9 +509,8 @@ def test_backward_after_the_step_has_ended_names_the_tensor_and_says_what_to_do(
         y.sum().backward()
 
 
-def test_write_in_place_to_what_was_saved_is_the_error_that_autograd_would_raise(
-    manager: PipelineOffloadManager,
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_write_in_place_to_what_was_saved_is_the_error_that_autograd_would_raise() -> None:
     init_chunk_handler(None, None, 1)
     leaf = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
     x = group_start(leaf * 1, "a")

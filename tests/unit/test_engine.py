@@ -19,15 +19,9 @@ from offload.errors import HostBudgetError, PoolError
 from offload.memory.budget import LocalHostBudget
 from offload.telemetry.records import ClientStats
 from tests.inside import holds_lock
-from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits
+from tests.unit.saved.rig import EXECUTORS, KIB, Rig, assert_equal_bits, leaf
 
-KIB = 1024
 GIB = 1 << 30
-ELEMENTS = KIB // 4
-
-
-def leaf() -> Tensor:
-    return torch.randn(ELEMENTS, requires_grad=True)
 
 
 def chain(x: Tensor, length: int) -> Tensor:
@@ -152,9 +146,9 @@ def test_an_empty_step_reports_zeros() -> None:
 # -- leftovers -----------------------------------------------------------------------------------------------
 def test_leftovers_are_dropped_with_one_warning(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     with rig.group():
-        y = chain(leaf(), 3)
+        _y = chain(leaf(), 3)
     with rig.group(leaves=False):
-        z = chain(leaf(), 1)
+        _z = chain(leaf(), 1)
     stats = rig.end()
     assert warnings_of(caplog) == [
         "step 0 ended with 4 saved tensors (4.10 kB) whose backward has not run; they are dropped, and "
@@ -165,7 +159,6 @@ def test_leftovers_are_dropped_with_one_warning(rig: Rig, caplog: pytest.LogCapt
     assert (stats.spilled, stats.restored, stats.kept) == (3, 0, 1)
     rig.end()
     assert len(warnings_of(caplog)) == 1
-    del y, z
 
 
 def test_a_step_that_ran_its_backward_warns_of_nothing(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
@@ -262,12 +255,11 @@ def test_closing_drops_what_is_left_and_returns_every_pinned_byte(caplog: pytest
     budget = LocalHostBudget(GIB)
     rig = Rig(budget=budget)
     with rig.group():
-        y = chain(leaf(), 3)
+        _y = chain(leaf(), 3)
     assert budget.used_bytes > 0
     rig.engine.close()
     assert (budget.used_bytes, rig.engine.arena.held_bytes) == (0, 0)
     assert len(warnings_of(caplog)) == 1
-    del y
 
 
 def test_closing_while_a_forgotten_chunk_is_alive_is_an_error_and_unpins_nothing(rig: Rig) -> None:
@@ -337,4 +329,3 @@ def test_a_step_may_end_while_another_thread_drops_graphs() -> None:
         rig.engine.end_step()
     graphs.put(None)
     dropper.join()
-    rig.end()

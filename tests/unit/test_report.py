@@ -52,9 +52,8 @@ def assert_adds_up(figures: Figures) -> None:
         assert getattr(figures, name) == sum(getattr(group, name) for group in figures.groups.values()), name
 
 
-def test_every_step_adds_up_with_the_engines_counts_and_the_total_with_the_steps(
-    manager: PipelineOffloadManager,
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_every_step_adds_up_with_the_engines_counts_and_the_total_with_the_steps() -> None:
     steps = trained(5)
     found = report()
     assert found.total.saved_bytes == 5 * MICROBATCHES * LAYERS * (INPUT + HIDDEN)
@@ -71,12 +70,10 @@ def test_every_step_adds_up_with_the_engines_counts_and_the_total_with_the_steps
         assert_adds_up(figures)
 
 
-def test_the_plans_part_is_its_margin_and_the_device_without_offload_would_hold_all_microbatches(
-    manager: PipelineOffloadManager,
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_the_plans_part_is_its_margin_and_the_device_without_offload_would_hold_all_microbatches() -> None:
     trained(4)
     last = report().last
-    assert last is not None
     # the last group of each name stays in the first chunk to run backward
     assert last.groups["fc1"].by_plan_bytes == INPUT
     assert last.groups["act"].by_plan_bytes == HIDDEN
@@ -85,9 +82,8 @@ def test_the_plans_part_is_its_margin_and_the_device_without_offload_would_hold_
     assert last.peak_bytes <= last.would_hold_bytes
 
 
-def test_as_dict_is_plain_and_has_the_figures_with_the_last_step_beside(
-    manager: PipelineOffloadManager,
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_as_dict_is_plain_and_has_the_figures_with_the_last_step_beside() -> None:
     steps = trained(2)
     found = json.loads(json.dumps(report().as_dict()))
     for name in ("saved_bytes", "moved_bytes", "kept_bytes", "peak_bytes", "host_bytes", "stall_ms"):
@@ -133,7 +129,6 @@ def test_what_can_never_leave_is_counted_by_reason_in_the_first_step_only(
     )
     assert stayed["a parameter, or a view or a cast of one"].tensors >= MICROBATCHES * LAYERS
     last = report().last
-    assert last is not None
     assert last.stayed == {}
     assert not manager.engine.hooks.observers
 
@@ -192,9 +187,8 @@ def test_bytes_that_admission_denies_are_said_so() -> None:
     assert "Why nothing left: admission denied it, as max_spilling_bytes=0 does" in str(found)
 
 
-def test_a_report_of_a_model_whose_tensors_are_all_small_says_why_nothing_left(
-    manager: PipelineOffloadManager,
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_a_report_of_a_model_whose_tensors_are_all_small_says_why_nothing_left() -> None:
     trained(1, ("act",), min_elements=1 << 20)
     text = str(report())
     assert (
@@ -223,14 +217,12 @@ def test_a_forward_that_was_begun_again_counts_with_both_runs(manager: PipelineO
     y.sum().backward()
     step_end()
     last = report().last
-    assert last is not None
     assert last.groups["a"].saved_bytes == last.saved_bytes == 2 * 64 * FLOAT
 
 
 @pytest.mark.parametrize("cut_short", [128, 32])
-def test_what_the_device_would_have_held_is_not_known_with_a_step_that_was_cut_short(
-    manager: PipelineOffloadManager, cut_short: int
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_what_the_device_would_have_held_is_not_known_with_a_step_that_was_cut_short(cut_short: int) -> None:
     """The report said that a device which held 512 bytes at once would have held 256 without offload."""
     for elements, whole in ((cut_short, False), (64, True)):
         init_chunk_handler()
@@ -239,7 +231,6 @@ def test_what_the_device_would_have_held_is_not_known_with_a_step_that_was_cut_s
             y.sum().backward()
         step_end()
     found = report()
-    assert found.last is not None
     assert (found.last.peak_bytes, found.last.would_hold_bytes) == (64 * FLOAT, 64 * FLOAT)
     assert (found.total.peak_bytes, found.total.would_hold_bytes) == (max(cut_short, 64) * FLOAT, 0)
 
@@ -405,9 +396,8 @@ def test_an_optimizers_state_alone_that_moves_is_said_and_logged(tmp_path: Path)
         PipelineOffloadManager.close_instance()
 
 
-def test_a_verdict_on_the_simulated_device_says_what_its_times_are_and_has_no_share_at_first(
-    manager: PipelineOffloadManager,
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_a_verdict_on_the_simulated_device_says_what_its_times_are_and_has_no_share_at_first() -> None:
     assert report().verdict.startswith("offload: no step with offload has ended yet\nnext: run a step")
     trained(1)
     first = report().verdict.splitlines()[0]
@@ -433,7 +423,6 @@ def test_a_stall_is_a_share_of_the_step_that_it_is_of(
         (manager.enable_offload if on else manager.disable_offload)()
         trained(1)
         last = start.report().last
-        assert last is not None
         times.append(last.step_ms)
     assert times[1:] == [2_000.0, 3_000.0, 5_000.0, 7_000.0, 7_000.0]
     assert start.report().total.step_ms == pytest.approx(times[0] + 28_000.0)

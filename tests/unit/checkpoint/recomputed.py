@@ -116,9 +116,7 @@ def put_on(
 
 @contextmanager
 def recomputed(
-    modules: Sequence[nn.Module],
-    manager: PipelineOffloadManager,
-    context_fn: Callable[[], Any] | None = None,
+    modules: Sequence[nn.Module], manager: PipelineOffloadManager, context_fn: Callable[[], Any] | None = None
 ) -> Iterator[None]:
     """Calls of `modules` are recomputed inside; a backward may come after."""
     with ExitStack() as stack:

@@ -137,7 +137,6 @@ def assert_empty(manager: PipelineOffloadManager) -> None:
 def coming_labels(manager: PipelineOffloadManager) -> list[str]:
     """Of the chunk whose forward is over, in the order in which the prefetch would fetch them."""
     handler = manager.cur_forward_chunk()
-    assert handler is not None
     handler.saved.complete()
     return [str(block.label) for block in handler.saved.coming._blocks if not block.is_freed]
 

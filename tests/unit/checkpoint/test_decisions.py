@@ -23,6 +23,8 @@ from offload import PipelineOffloadManager, RecomputeDiffersError
 from offload.checkpoint import decisions
 from offload.checkpoint.selective import CallMode
 
+pytestmark = pytest.mark.usefixtures("manager")
+
 WIDTH, ROWS, EXPERTS = 8, 12, 5
 
 
@@ -221,9 +223,7 @@ def test_without_what_is_kept_each_of_them_is_refused_or_fails(
 
 
 @pytest.mark.parametrize("mode", ["hidden_states", "selective"])
-def test_two_backwards_of_one_graph_have_the_rows_of_its_forward(
-    mode: Any, manager: PipelineOffloadManager
-) -> None:
+def test_two_backwards_of_one_graph_have_the_rows_of_its_forward(mode: Any) -> None:
     """What was kept is copied: the block normalises its weights in place in each recompute."""
     expected: list[Tensor] = []
     for apply in (False, True):
@@ -431,9 +431,8 @@ def test_scores_larger_than_the_blocks_input_are_recomputed(manager: PipelineOff
         gradients(model, manager)
 
 
-def test_what_ranks_exchange_is_in_the_recompute_of_all_whatever_sizes_they_have(
-    manager: PipelineOffloadManager, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_what_ranks_exchange_is_in_the_recompute_of_all_whatever_sizes_they_have() -> None:
     """A rank whose rows had as many elements as its scores took them for scores, kept them, and left the
     exchange out of its recompute, in which the others waited for it."""
 
@@ -443,22 +442,17 @@ def test_what_ranks_exchange_is_in_the_recompute_of_all_whatever_sizes_they_have
         rows = collectives.all_to_all_single_autograd(sent, sizes, sizes, dist.group.WORLD)
         return x * rows[chosen].sum(-1, keepdim=True)
 
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        model = model_of(by_exchange)
-        for block, width in zip(model, (EXPERTS, EXPERTS - 1, EXPERTS - 2), strict=True):
-            block.width, block.differs = width, False  # type: ignore[union-attr]
-        offload.apply(model, mode="hidden_states", min_numel=1)
-        sent: list[Any] = []
+    model = model_of(by_exchange)
+    for block, width in zip(model, (EXPERTS, EXPERTS - 1, EXPERTS - 2), strict=True):
+        block.width, block.differs = width, False  # type: ignore[union-attr]
+    offload.apply(model, mode="hidden_states", min_numel=1)
+    sent: list[Any] = []
 
-        class Counting(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                sent.extend([func] * ("all_to_all" in str(func)))
-                return func(*args, **(kwargs or {}))
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            sent.extend([func] * ("all_to_all" in str(func)))
+            return func(*args, **(kwargs or {}))
 
-        with Counting():
-            model(torch.randn(ROWS, WIDTH, requires_grad=True)).square().sum().backward()
-    finally:
-        dist.destroy_process_group()
+    with Counting():
+        model(torch.randn(ROWS, WIDTH, requires_grad=True)).square().sum().backward()
     assert len(sent) == 3 * len(model), "there, there again, and back"

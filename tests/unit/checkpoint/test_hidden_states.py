@@ -30,10 +30,7 @@ from tests.unit.checkpoint.recomputed import (
     values,
 )
 from tests.unit.checkpoint.regions import assert_empty
-from tests.unit.groups.stack import (
-    build_manager,
-    installed,
-)
+from tests.unit.groups.stack import build_manager, installed
 
 Manager = PipelineOffloadManager
 
@@ -109,7 +106,6 @@ def test_a_recompute_gets_what_has_no_tensor_by_the_same_place_and_keyword(
     assert (
         forward == recompute == ((None, 2.0), [*{"zeta": "z", "mask": None, **more, "alpha": True}.items()])
     )
-    step_end()
 
 
 class Second(nn.Module):

@@ -192,8 +192,6 @@ def test_the_tensors_themselves_are_back_after_the_recompute(manager: Manager) -
             y.backward()
         assert all(one is other for one, other in zip(own, model.buffers(), strict=True))
         handle.remove()
-    del y
-    step_end()
 
 
 def test_a_large_buffer_that_is_written_later_than_in_the_first_forward_is_named_once(

@@ -31,7 +31,7 @@ from tests.unit.checkpoint.recomputed import (
     train,
     values,
 )
-from tests.unit.checkpoint.regions import assert_empty, noted_reads
+from tests.unit.checkpoint.regions import noted_reads
 from tests.unit.groups.stack import build_manager, installed
 
 Manager = PipelineOffloadManager
@@ -86,14 +86,12 @@ def test_a_model_that_checkpoints_trains_with_the_bits_of_torchs_own_while_input
     assert manager.stats.spill_bytes == BLOCKS * INPUT_BYTES
     stats = ended_step()
     assert stats.saved == BLOCKS
-    assert_empty(manager)
 
 
 @pytest.mark.req("S4-18")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parity_with_plain_reentrant_checkpoints_is_bitwise_in_both_precisions(
-    manager: Manager, dtype: torch.dtype
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_parity_with_plain_reentrant_checkpoints_is_bitwise_in_both_precisions(dtype: torch.dtype) -> None:
     model = checkpointed(True).to(dtype)
     plain = copy.deepcopy(model)
     expected = train(plain, x=source().detach().to(dtype).requires_grad_())
@@ -151,8 +149,6 @@ def test_several_microbatches_before_a_backward_have_the_same_bits(manager: Mana
     with hidden_states_offload():
         for _ in range(2):
             assert_bits(expected, run(model))
-    step_end()
-    assert_empty(manager)
 
 
 @pytest.mark.req("S4-47")
@@ -185,7 +181,6 @@ def test_the_next_input_is_fetched_before_the_recompute_that_reads_it() -> None:
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             if torch.is_grad_enabled() and self.number:
                 handler = manager.cur_forward_chunk()
-                assert handler is not None
                 states.append(handler.saved.blocks[self.number - 1].state)
             return super().forward(x, mask)
 
@@ -204,10 +199,7 @@ def test_the_next_input_is_fetched_before_the_recompute_that_reads_it() -> None:
 @pytest.mark.req("S4-12")
 def test_gradients_asked_for_by_inputs_raise_what_torch_raises(manager: Manager) -> None:
     model = checkpointed(True)
-    for ask in (
-        lambda y, x: torch.autograd.grad(y, [x]),
-        lambda y, x: y.backward(inputs=[x]),
-    ):
+    for ask in (lambda y, x: torch.autograd.grad(y, [x]), lambda y, x: y.backward(inputs=[x])):
         messages = []
         for patched in (False, True):
             if patched:
@@ -219,8 +211,6 @@ def test_gradients_asked_for_by_inputs_raise_what_torch_raises(manager: Manager)
             messages.append(str(raised.value))
             offload.unpatch_hidden_states_offload()
         assert messages[0] == messages[1]
-    del y
-    step_end()
 
 
 @pytest.mark.req("S4-12")
@@ -232,8 +222,6 @@ def test_an_output_that_requires_no_gradient_raises_what_torch_raises(manager: M
     y = checkpoint(body, source() * 1.0, use_reentrant=True)
     with pytest.raises(RuntimeError, match="none of output has requires_grad=True"):
         y.sum().backward()
-    del y
-    step_end()
 
 
 @pytest.mark.req("S4-45")
@@ -249,8 +237,6 @@ def test_without_gradients_and_in_a_backward_that_never_runs_nothing_stays(
         dropped = model(source())
         del dropped
         train(model)
-    step_end()
-    assert_empty(manager)
 
 
 @VARIANTS
@@ -264,8 +250,6 @@ def test_an_exception_in_the_function_leaves_no_hooks(manager: Manager, reentran
     expected, model = train(checkpointed(reentrant)), checkpointed(reentrant)
     with hidden_states_offload():
         assert_bits(expected, train(model))
-    step_end()
-    assert_empty(manager)
 
 
 def test_a_checkpoint_that_cannot_begin_leaves_no_group_open(manager: Manager) -> None:
@@ -276,9 +260,7 @@ def test_a_checkpoint_that_cannot_begin_leaves_no_group_open(manager: Manager) -
         checkpoint(torch.sin, source() * 1.0, use_reentrant=False, context_fn=no_contexts)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     handler = manager.cur_forward_chunk()
-    assert handler is not None
     assert handler.innermost_open() is None
-    step_end()
 
 
 @VARIANTS
@@ -322,7 +304,6 @@ def test_a_second_backward_raises_or_works_as_torchs_own(manager: Manager) -> No
     expected = run(plain)
     with hidden_states_offload():
         assert_bits(expected, run(model))
-    step_end()
 
 
 @pytest.mark.skipif(torch.__version__ < "2.14", reason="torch's selective checkpoints show hooks nothing")
@@ -449,9 +430,8 @@ def test_a_partly_frozen_model_is_refused() -> None:
 
 
 @pytest.mark.req("S4-27")
-def test_a_model_with_an_adapter_is_patched_with_a_warning(
-    manager: Manager, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_a_model_with_an_adapter_is_patched_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = checkpointed(True)
     for block in model.blocks:
         block.fc1.requires_grad_(False)  # type: ignore[union-attr]

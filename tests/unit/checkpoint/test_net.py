@@ -175,9 +175,7 @@ def test_a_difference_may_be_a_warning_once_a_block(caplog: pytest.LogCaptureFix
     assert caplog.text.count("the recompute of 0 gave other bits than its forward") == 1
 
 
-def test_a_late_verdict_is_not_waited_for_before_the_next_steps_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_late_verdict_is_not_waited_for_before_the_next_steps_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two blocks with three first calls each, call 61 after these is the first one's in step 34."""
     model = nn.Sequential(Scaled(), Scaled())
     offload.apply(model, "hidden_states", min_numel=1)

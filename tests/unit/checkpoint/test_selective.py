@@ -81,9 +81,6 @@ def test_a_second_backward_over_a_retained_graph_gives_the_same_bits(
         let_go(manager)
         loss.backward(retain_graph=True)
         assert_bits(expected, [loss.detach(), *gradients(blocks, x)])
-    del loss
-    step_end()
-    assert_empty(manager)
 
 
 @pytest.mark.parametrize("stays_by", ["size", "plan"])
@@ -213,9 +210,6 @@ def test_nested_checkpoints_give_the_same_bits_and_keep_each_output_once(
         loss.backward()
     assert list(dict.fromkeys(reads)) == coming
     assert_bits(expected, [loss.detach(), *gradients(blocks, x)])
-    del loss
-    step_end()
-    assert_empty(manager)
 
 
 class Attention(nn.Module):

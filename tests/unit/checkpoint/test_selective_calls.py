@@ -33,6 +33,8 @@ from tests.unit.checkpoint.regions import (
 )
 from tests.unit.groups.stack import EXECUTORS, build_manager, installed
 
+pytestmark = pytest.mark.usefixtures("manager")
+
 aten = torch.ops.aten
 Manager = PipelineOffloadManager
 
@@ -65,7 +67,7 @@ def test_only_the_calls_that_are_named_are_kept(numbers: tuple[int, ...], execut
                 assert stats.spill_bytes == 2 * len(numbers) * INPUT_BYTES
 
 
-def test_calls_of_several_operators_are_numbered_apart(manager: Manager) -> None:
+def test_calls_of_several_operators_are_numbered_apart() -> None:
     """gelu comes between two products: each is its operator's call number 0 or 1."""
     blocks = build_blocks()
     expected = train(blocks, plain)
@@ -85,11 +87,9 @@ def test_a_second_backward_over_a_retained_graph_finds_the_calls_again(manager: 
         let_go(manager)
         loss.backward(retain_graph=True)
         assert_bits(expected, [loss.detach(), *gradients(blocks, x)])
-    del loss
-    step_end()
 
 
-def test_a_call_after_the_last_save_is_not_kept_and_the_recompute_never_comes_to_it(manager: Manager) -> None:
+def test_a_call_after_the_last_save_is_not_kept_and_the_recompute_never_comes_to_it() -> None:
     blocks = build_blocks()
     expected = train(blocks, plain)
     found, stats = train_step(blocks, lambda block, h: kept(block, h, {(MM, 1)}))
@@ -137,7 +137,7 @@ class Branching(nn.Module):
 
 
 def test_a_call_that_one_forward_has_and_another_has_not_is_no_warning_and_the_bits_are_right(
-    manager: Manager, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     blocks = build_blocks(Branching, 1)
     saved = set()
@@ -199,8 +199,6 @@ def test_an_operators_product_that_is_written_through_an_untracked_view_is_an_er
         let_go(manager)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation: torch.float32 \[2, 6, 16\]"):
         loss.backward()
-    del loss
-    step_end()
 
 
 @pytest.mark.parametrize("numbers", [(0,), (0, 1)])
@@ -218,11 +216,9 @@ def test_a_call_whose_product_is_written_in_this_forward_is_recomputed(
     for _ in range(2):
         loss.backward(retain_graph=True)
         assert_bits(expected, [loss.detach(), *gradients(blocks, x)])
-    del loss
-    step_end()
 
 
-def test_a_product_whose_untracked_view_is_only_read_is_kept(manager: Manager) -> None:
+def test_a_product_whose_untracked_view_is_only_read_is_kept() -> None:
     blocks = build_blocks(WrittenThroughAView, 1)
     expected = train(blocks, plain)
     found, stats = train_step(blocks, lambda block, h: kept(block, h, {(MM, 1)}))

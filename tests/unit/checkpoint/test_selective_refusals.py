@@ -34,6 +34,8 @@ from tests.unit.checkpoint.regions import (
     train_step,
 )
 
+pytestmark = pytest.mark.usefixtures("manager")
+
 aten = torch.ops.aten
 
 
@@ -78,9 +80,7 @@ def test_a_group_needs_a_name() -> None:
         *[(member, False) for member in CheckpointPolicy if member.name.endswith("CPU_OFFLOAD")],
     ],
 )
-def test_a_policy_chooses_call_by_call_and_is_asked_in_the_forward_only(
-    yes: Any, no: Any, manager: PipelineOffloadManager
-) -> None:
+def test_a_policy_chooses_call_by_call_and_is_asked_in_the_forward_only(yes: Any, no: Any) -> None:
     """The first product of every other call is kept; a view operator is asked about and never kept."""
     asked: list[tuple[str, bool, bool]] = []
 
@@ -99,7 +99,6 @@ def test_a_policy_chooses_call_by_call_and_is_asked_in_the_forward_only(
     assert set(asked) == {(name, False, True) for name, *_ in asked}
     assert not any(name.startswith("aten.detach") for name, *_ in asked)
     stats = step_end()
-    assert stats is not None
     assert (stats.saved, stats.spill_bytes) == (BLOCKS, BLOCKS * FC1_BYTES)
     x.grad = None
     for parameter in blocks.parameters():
@@ -134,9 +133,7 @@ def test_a_policy_is_not_asked_about_what_the_engine_computes(manager: PipelineO
     assert spilled == [2 * BLOCKS, 0]
 
 
-def test_a_policy_that_keeps_a_view_is_refused_with_the_operators_name(
-    manager: PipelineOffloadManager,
-) -> None:
+def test_a_policy_that_keeps_a_view_is_refused_with_the_operators_name() -> None:
     init_chunk_handler(None, None, 1)
     with pytest.raises(ValueError, match=r"aten.t.default returns a view of its input"):
         forward(
@@ -146,7 +143,7 @@ def test_a_policy_that_keeps_a_view_is_refused_with_the_operators_name(
         )
 
 
-def test_an_answer_that_is_none_is_refused(manager: PipelineOffloadManager) -> None:
+def test_an_answer_that_is_none_is_refused() -> None:
     init_chunk_handler(None, None, 1)
     with pytest.raises(ValueError, match=r"the policy answered 'keep' for aten\..*; must be a bool or"):
         forward(
@@ -155,9 +152,7 @@ def test_an_answer_that_is_none_is_refused(manager: PipelineOffloadManager) -> N
 
 
 # -- a region that does not repeat itself --------------------------------------------------------------------
-def test_a_recompute_that_calls_the_operator_on_other_inputs_is_an_error(
-    manager: PipelineOffloadManager,
-) -> None:
+def test_a_recompute_that_calls_the_operator_on_other_inputs_is_an_error() -> None:
     wide, narrow = torch.randn(16, 32, requires_grad=True), torch.randn(16, 16, requires_grad=True)
 
     def body(x: Tensor) -> Tensor:
@@ -173,9 +168,11 @@ def test_a_recompute_that_calls_the_operator_on_other_inputs_is_an_error(
     )
     with pytest.raises(OffloadError, match=message):
         y.sum().backward()
+    with pytest.raises(OffloadError, match="the recompute of region 1 of a step"):
+        step_end()
 
 
-def test_a_recompute_that_calls_the_operator_once_more_is_an_error(manager: PipelineOffloadManager) -> None:
+def test_a_recompute_that_calls_the_operator_once_more_is_an_error() -> None:
     weight = torch.randn(16, 16, requires_grad=True)
 
     def body(x: Tensor) -> Tensor:
@@ -196,7 +193,7 @@ def test_a_recompute_that_calls_the_operator_once_more_is_an_error(manager: Pipe
 
 # -- said once -----------------------------------------------------------------------------------------------
 def test_operators_that_are_never_called_are_named_once_with_those_that_are(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     blocks = build_blocks()
     expected = train(blocks, plain)
@@ -214,7 +211,7 @@ def test_operators_that_are_never_called_are_named_once_with_those_that_are(
 
 
 def test_operators_of_which_some_are_called_are_no_cause_for_a_warning(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A list for every kind of device names operators that this one does not have."""
     with caplog.at_level(logging.INFO, "offload.checkpoint.net"):
@@ -225,9 +222,7 @@ def test_operators_of_which_some_are_called_are_no_cause_for_a_warning(
     assert record.getMessage() == "selective_contexts() keeps aten.mm.default; not called: aten.bmm.default"
 
 
-def test_a_policy_that_keeps_nothing_is_named(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_policy_that_keeps_nothing_is_named(caplog: pytest.LogCaptureFixture) -> None:
     def nothing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
         return False
 

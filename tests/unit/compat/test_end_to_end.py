@@ -120,7 +120,6 @@ def as_without(name: str, manager: PipelineOffloadManager, **options: Any) -> tu
     """Trains with the manager and without offload, and compares bit for bit. Returns the figures of the last
     step, and the summary's bytes."""
     with installed(build_manager()) as idle:
-        assert idle is not None
         idle.disable_offload()
         expected = train(built(name, options.get("dtype", torch.float32)), **options)
     with installed(manager):
@@ -146,7 +145,6 @@ def test_outputs_and_gradients_are_those_without_offload(name: str, executor: An
 def test_five_steps_pin_nothing_after_the_first() -> None:
     held = []
     with installed(build_manager()) as manager:
-        assert manager is not None
         model = built("8 layers")
         for seed in range(5):
             train(model, 1, first=seed)
@@ -170,7 +168,6 @@ def test_dtypes_keep_their_bits(dtype: torch.dtype) -> None:
 def test_the_summary_is_all_but_the_last_group_of_its_name(count: int) -> None:
     """One group a name is a summary of 0 bytes, in the source and here: it proves nothing."""
     with installed(build_manager()) as manager:
-        assert manager is not None
         train(layers_of(count))
         widths = [WIDTH, *[HIDDEN] * (count - 1), WIDTH]
         saved = [ROWS * (a + b) * F32 for a, b in pairwise(widths)]
@@ -203,7 +200,6 @@ def test_the_peak_falls_by_what_leaves_less_what_is_under_way(executor: Any) -> 
     peaks, moved = {}, {}
     for on in (False, True):
         with installed(build_manager(executor, piece_bytes=nbytes, **caps)) as manager:
-            assert manager is not None
             manager.reserve_host(4 * count * nbytes)
             if not on:
                 manager.disable_offload()

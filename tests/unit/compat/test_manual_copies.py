@@ -87,7 +87,6 @@ def test_twenty_cycles_need_one_buffer(manager: PipelineOffloadManager) -> None:
 @pytest.mark.parametrize("executor", ["late", "early", "random"])
 def test_a_buffer_is_written_again_after_its_reload_whatever_lane_offloads_next(executor: Any) -> None:
     with installed(build_manager(executor)) as manager:
-        assert manager is not None
         handler, device = begun(manager), device_of(manager)
         side, other = device.new_compute_lane("side"), torch.full((64,), 2.0)
         state = handler.offload(torch.ones(64))

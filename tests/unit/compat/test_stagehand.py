@@ -46,10 +46,16 @@ BLOCKS = 8
 PATTERN = r"^layers\.\d+$"
 
 
+BUILT: list[StagehandRuntime] = []
+"""Those of a test, which are shut down behind it."""
+
+
 @pytest.fixture
 def small_weights_stream() -> Iterator[None]:
     with streams_from(WIDTH * WIDTH):
         yield
+        while BUILT:
+            BUILT.pop().shutdown()
 
 
 class Spy:
@@ -105,7 +111,16 @@ def build(
         prefetch_window_blocks=window,
         **given,
     )
+    BUILT.append(runtime)
     return model, runtime
+
+
+def twins(**options: Any) -> tuple[Any, Any, StagehandRuntime]:
+    """A model that a runtime serves, the same without, and the runtime."""
+    torch.manual_seed(0)
+    model: Any = Model(BLOCKS)
+    plain = copy.deepcopy(model)
+    return model, plain, build(model, **options)[1]
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, seed: int = 0) -> Tensor:
@@ -163,10 +178,7 @@ def test_a_loop_has_the_bits_of_plain_torch(executor: ExecutorName, reentrant: b
 
 
 def test_any_order_of_blocks_has_the_bits_of_plain_torch() -> None:
-    torch.manual_seed(0)
-    model: Any = Model(BLOCKS)
-    plain = copy.deepcopy(model)
-    _, runtime = build(model, high=3, low=2, executor="random")
+    model, plain, runtime = twins(high=3, low=2, executor="random")
     for number, skip in enumerate([(), (1, 2), (), (5,), (0, 7), (), (3, 4, 5, 6)]):
         x = torch.randn(ROWS, WIDTH)
         with runtime.forward_context(step=number):
@@ -175,16 +187,12 @@ def test_any_order_of_blocks_has_the_bits_of_plain_torch() -> None:
             with torch.no_grad():
                 assert torch.equal(model(x), plain(x))
         same_gradients(model, plain)
-    runtime.shutdown()
 
 
 @pytest.mark.req("S0-47")
 def test_steps_nest_in_the_sources_order_with_the_activations_runtime() -> None:
-    torch.manual_seed(0)
-    model: Any = Model(BLOCKS)
-    plain = copy.deepcopy(model)
     engine = engine_of("random")
-    _, runtime = build(model, engine=engine)
+    model, plain, runtime = twins(engine=engine)
     activations = ActivationRuntime(
         engine=engine,
         vram_high_watermark_mb=1024 / MIB,
@@ -215,7 +223,6 @@ def test_steps_nest_in_the_sources_order_with_the_activations_runtime() -> None:
             seen.append("body")
             step(model)
         assert engine.step == before + 1  # the engine's step ends once
-        assert activations.last_metrics is not None
         spilled += activations.last_metrics.activations_spilled
         assert seen == [
             *("weight.begin_step", "activation.step_begin", "weight.managed_forward"),
@@ -226,14 +233,10 @@ def test_steps_nest_in_the_sources_order_with_the_activations_runtime() -> None:
         same_gradients(model, plain)
     assert spilled > 0
     activations.close()
-    runtime.shutdown()
 
 
 def test_a_step_that_raises_ends_and_the_next_one_is_right() -> None:
-    torch.manual_seed(0)
-    model: Any = Model(BLOCKS)
-    plain = copy.deepcopy(model)
-    _, runtime = build(model)
+    model, plain, runtime = twins()
     with pytest.raises(RuntimeError, match="mine"), runtime.forward_context():
         raise_mine(model(torch.randn(ROWS, WIDTH)))
     step(plain)
@@ -241,7 +244,6 @@ def test_a_step_that_raises_ends_and_the_next_one_is_right() -> None:
         step(model)
     same_gradients(model, plain)
     assert all(entry.refcount == 0 for entry in runtime.residency.entries.values())
-    runtime.shutdown()
 
 
 # -- the registry ----------------------------------------------------------------------------------------
@@ -298,7 +300,6 @@ def test_the_window_runs_forward_in_the_forward_and_back_in_the_backward(window:
     with runtime.forward_context(step=3):
         step(model)
     runtime.telemetry.drain()
-    assert runtime.telemetry.last is not None
     assert (runtime.telemetry.last.prefetch_hits, runtime.telemetry.last.prefetch_misses) == (2 * BLOCKS, 0)
     seen = {each: [one[1:] for one in spy.ahead if one[0] is each] for each in (Pass.FORWARD, Pass.BACKWARD)}
     forward = [(now, index) for now, index in seen[Pass.FORWARD] if index > now]
@@ -309,7 +310,6 @@ def test_the_window_runs_forward_in_the_forward_and_back_in_the_backward(window:
     assert all(now - index <= window for now, index in backward)
     assert max(now - index for now, index in backward) == window
     assert [index for _, index in backward] == sorted((index for _, index in backward), reverse=True)
-    runtime.shutdown()
 
 
 @pytest.mark.req("W-6")
@@ -335,7 +335,6 @@ def test_the_highest_distance_times_bytes_leaves_first_until_below_the_low_mark(
     assert spy.dropped == []
     scheduler.evict((BLOCKS - 3) * BLOCK_BYTES)  # until what is there and what comes are below the low one
     assert spy.dropped == [5, 4]
-    runtime.shutdown()
 
 
 def test_a_larger_block_leaves_before_a_nearer_one_of_the_same_distance() -> None:
@@ -357,7 +356,6 @@ def test_a_larger_block_leaves_before_a_nearer_one_of_the_same_distance() -> Non
     runtime.scheduler.evict(BLOCK_BYTES)
     # 2 comes later than 1 in the order from 3 on, and 1 has four times its bytes
     assert spy.dropped == [1]
-    runtime.shutdown()
 
 
 def test_knobs_are_plain_attributes_that_bound_the_engines_limits_and_end_with_the_runtime() -> None:
@@ -405,7 +403,6 @@ def test_an_arbiter_tightens_both_knobs_and_puts_them_back() -> None:
     arbiter.unregister(adapter)
     assert (runtime.engine._max_inflight, runtime.scheduler.policy.prefetch_window) == (4, 3)
     assert (limits.weights_ahead_bytes, limits.weights_in_flight_bytes) == (3 * BLOCK_BYTES, 4 * BLOCK_BYTES)
-    runtime.shutdown()
 
 
 def test_a_runtime_that_is_dropped_with_its_model_leaves_nothing_behind() -> None:
@@ -414,6 +411,7 @@ def test_a_runtime_that_is_dropped_with_its_model_leaves_nothing_behind() -> Non
     with runtime.forward_context():
         step(model)
     gone = weakref.ref(runtime)
+    BUILT.clear()
     del model, runtime
     gc.collect()
     assert gone() is None
@@ -445,7 +443,6 @@ def test_states_follow_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runtime.states()[block.name] is BlockState.HOST_STAGED
     here = {block.name for block in runtime.stream.blocks if block.present}
     assert {name for name, state in runtime.states().items() if state is BlockState.GPU_READY} == here
-    runtime.shutdown()
 
 
 @pytest.mark.req("W-2")
@@ -466,7 +463,6 @@ def test_a_block_is_used_between_before_block_and_after_block() -> None:
         runtime.after_block("layers.3")
     with pytest.raises(ValueError, match=r"'layers.99' is none of the 8 blocks: layers.0"):
         runtime.before_block("layers.99")
-    runtime.shutdown()
 
 
 # -- layer mode ------------------------------------------------------------------------------------------
@@ -517,7 +513,6 @@ def test_layer_mode_traces_a_step_and_schedules_from_the_next() -> None:
     assert [entry.exec_order for entry in runtime.registry] == [*range(BLOCKS)]
     runtime.telemetry.drain()
     assert [each.step for each in runtime.telemetry.history] == [0, 1, 2]
-    assert runtime.telemetry.last is not None
     assert runtime.telemetry.last.prefetch_misses == 0
     runtime.shutdown()
 
@@ -546,16 +541,11 @@ def test_what_is_kept_resident_does_not_leave_and_leaves_again_afterwards() -> N
     assert not any(runtime.residency.protection(name) for name in runtime.residency.entries)
     runtime.scheduler.evict(2 * BLOCK_BYTES)
     assert spy.dropped
-    other.shutdown()
-    runtime.shutdown()
 
 
 @pytest.mark.req("W-11")
 def test_as_a_last_resort_protected_blocks_leave_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    model: Any = Model(BLOCKS)
-    plain = copy.deepcopy(model)
-    _, runtime = build(model, high=3, low=2, window=1)
+    model, plain, runtime = twins(high=3, low=2, window=1)
     with caplog.at_level(logging.WARNING), runtime.keep_resident():
         for number in range(2):
             with runtime.forward_context(step=number):
@@ -565,7 +555,6 @@ def test_as_a_last_resort_protected_blocks_leave_with_one_warning(caplog: pytest
     assert [record.getMessage() for record in caplog.records if "is protected" in record.getMessage()] != []
     assert sum("is protected" in record.getMessage() for record in caplog.records) == 1
     assert runtime.stream.residency.present_bytes_peak <= 3 * BLOCK_BYTES
-    runtime.shutdown()
 
 
 @pytest.mark.req("W-11")
@@ -577,7 +566,6 @@ def test_secondary_blocks_leave_before_primary_ones() -> None:
     residency.protect_blocks(["layers.0", "layers.1"], ResidentPriority.PRIMARY.value)
     residency.protect_blocks(["layers.2", "layers.3"], ResidentPriority.SECONDARY.value)
     assert residency.protected_eviction_candidates() == ["layers.2", "layers.3", "layers.0", "layers.1"]
-    runtime.shutdown()
 
 
 @pytest.mark.req("W-11")
@@ -610,8 +598,6 @@ def test_reservations_count_for_guests_and_are_released_once() -> None:
     runtime.budget.release_reserved_bytes(1 << 40)
     assert runtime.budget.reserved_bytes == 0
     assert runtime.residency.protection("layers.0") == 0
-    guest.shutdown()
-    runtime.shutdown()
 
 
 # -- sources ---------------------------------------------------------------------------------------------
@@ -705,7 +691,6 @@ def test_nan_and_inf_are_counted_and_the_first_block_is_said_once(
     assert all((nan > 1, inf == 1) == (checks, checks) for nan, inf in found)
     said = [record.getMessage() for record in caplog.records if "layers.2 had 1 NaN" in record.getMessage()]
     assert len(said) == checks
-    runtime.shutdown()
 
 
 # -- telemetry -------------------------------------------------------------------------------------------
@@ -764,7 +749,6 @@ def test_rolling_figures_are_of_a_hundred_steps() -> None:
     for each in telemetry.history:
         each.vram_used_mb = min(each.vram_used_mb, 50)
     assert telemetry.vram_trend() == "stable"
-    runtime.shutdown()
 
 
 @pytest.mark.req("W-12")
@@ -858,7 +842,6 @@ def test_fifty_steps_hold_no_more_memory_than_five() -> None:
         stats, residency = runtime.offload_engine.arena.stats(), runtime.stream.residency
         seen.append((stats.held_bytes, stats.lent_bytes, residency.present_bytes_peak))
     assert seen[4] == seen[49]
-    runtime.shutdown()
 
 
 def test_switched_off_it_does_nothing() -> None:
@@ -903,12 +886,9 @@ def installed_as_default(engine: OffloadEngine) -> Iterator[None]:
 @pytest.mark.req("S0-48")
 @pytest.mark.parametrize("mode", ["groups", "hidden_states", "watermark", None])
 def test_activations_leave_beside_it(mode: Any) -> None:
-    torch.manual_seed(0)
-    model: Any = Model(BLOCKS)
-    plain = copy.deepcopy(model)
     engine = engine_of("random", min_offloaded_tensor_size=1)
     with installed_as_default(engine):
-        _, runtime = build(model, engine=engine)
+        model, plain, runtime = twins(engine=engine)
         marks = {"high": "2048B", "low": "1024B"} if mode == "watermark" else {}
         handle = None if mode is None else offload.apply(model, mode=mode, min_numel=1, **marks)
         for number in range(4):

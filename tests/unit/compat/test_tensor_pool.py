@@ -133,12 +133,7 @@ def test_the_cost_of_allocate_and_free_does_not_grow_with_the_pool() -> None:
         return type("Unwalked", (kind,), {way: walked for way in ways if hasattr(kind, way)})
 
     (sub_pool,) = pool._pools.values()
-    for owner, name in (
-        (sub_pool, "all"),
-        (sub_pool, "lent"),
-        (sub_pool, "ready"),
-        (sub_pool, "pending"),
-    ):
+    for owner, name in ((sub_pool, "all"), (sub_pool, "lent"), (sub_pool, "ready"), (sub_pool, "pending")):
         container = getattr(owner, name)
         setattr(owner, name, unwalked(type(container))(container))
     event = FakeEvent()
@@ -343,7 +338,6 @@ def test_the_arena_learns_the_last_copy_of_a_cleared_tensor(device: FakeDevice) 
     pool.free(pool.allocate((1024,)), after=event)
     pool.clear()
     block = arena.take(4096)
-    assert block is not None
     assert block.after == (event,)
 
 

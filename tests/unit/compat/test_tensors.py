@@ -139,7 +139,6 @@ def test_buffers_are_used_again_and_streams_are_the_engines() -> None:
         for _ in range(20):
             assert torch.equal(offloader.reload(offloader.offload(x)), x)
             offloader.sync_all()
-        assert offloader.pool is not None
         assert (offloader.pool.stats["pool_misses"], offloader.pool.stats["pool_hits"]) == (1, 19)
         handles = [offloader.offload(torch.randn(64)) for _ in range(3)]
         offloader.reset_pool()
@@ -257,7 +256,6 @@ def test_copies_of_what_is_touched_meanwhile_are_waited_for_and_of_others_not() 
 def test_a_reload_inside_a_capture_is_repeated_by_each_replay() -> None:
     with offloading() as offloader:
         device = offloader.engine.device
-        assert isinstance(device, SimDevice)
         x = torch.arange(6.0)
         handle, elsewhere = offloader.offload(x), offloader.offload(torch.ones(2))
         out = torch.zeros(6)
@@ -292,7 +290,6 @@ def test_a_dropped_handle_and_a_dropped_offloader_give_their_memory_back() -> No
     offloader = TensorOffloader(engine=engine)
     offloader.offload(torch.ones(16))
     offloader.offload(torch.ones(16))
-    assert offloader.pool is not None
     assert offloader.pool.stats["total_allocated"] <= 2
     handle = offloader.offload(torch.ones(8))
     del offloader, handle

@@ -86,7 +86,6 @@ class Pair:
 
     def check_gradients(self) -> None:
         for mine, its in zip(self.ours.parameters(), self.plain.parameters(), strict=True):
-            assert mine.grad is not None
             assert torch.equal(mine.grad, its.grad)  # type: ignore[arg-type]
 
     def train(self, steps: int = 3, microbatches: int = 1, reload: bool = True) -> None:
@@ -131,7 +130,6 @@ def paired(
     plain = copy.deepcopy(ours)
     plain.marked = False
     with installed(build_manager(executor)) as manager:
-        assert manager is not None
         offloader = TensorOffloader()
         weights = WeightOffloadHook(offloader, prefetch_next)
         for layer in ours.layers:
@@ -186,9 +184,7 @@ def test_a_layer_is_on_the_device_for_its_own_forward_and_backward_only() -> Non
 
 @pytest.mark.req("S3-19", "S3-21")
 @pytest.mark.parametrize("grad", [True, False])
-def test_the_next_registered_layer_comes_during_the_forward_of_one_from_the_first_step_on(
-    grad: bool,
-) -> None:
+def test_the_next_registered_layer_comes_during_the_forward_of_one_from_the_first_step_on(grad: bool) -> None:
     with paired() as pair, torch.set_grad_enabled(grad):
         names: list[list[int]] = []
 
@@ -268,7 +264,6 @@ def test_gradients_that_stay_have_a_copy_on_the_host() -> None:
 def test_clear_drops_what_is_held_and_what_cannot_be_held_is_an_error() -> None:
     with paired(gradients=True) as pair:
         hook, generator = pair.gradients, torch.Generator().manual_seed(0)
-        assert hook is not None
         pair.backward(generator)
         hook.clear()
         pair.plain.zero_grad()

@@ -158,7 +158,6 @@ def test_the_watermark_runtime_has_the_attributes_and_keeps_what_it_may_not_send
                     loss = blocks(3)(batch(0)).sum()
                 loss.backward()
             metrics = runtime.step_end()
-            assert metrics is not None
             kept[phase] = metrics.activations_spilled == 0
             assert metrics.activations_saved > 0
             if phase is Phase.OPTIMIZER:

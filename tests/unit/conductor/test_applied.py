@@ -63,7 +63,6 @@ def test_weights_and_activations_at_once_have_the_bits_of_plain_torch(
     with streamed(executor=executor, mode=mode, conductor=True, **options) as pair:
         pair.train(steps=5)
         conductor = pair.handle.conductor
-        assert conductor is not None
         assert conductor.counts.grants > 0
     assert not conductor._enabled
 
@@ -86,8 +85,6 @@ def test_with_a_host_that_is_ahead_every_block_of_three_kinds_is_found(
     with streamed(mode="hidden_states", min_numel=1, conductor=True) as pair:
         pair.train(steps=3)
         conductor, figures = pair.handle.conductor, pair.figures
-        assert conductor is not None
-        assert figures is not None
         before = conductor.counts.denials, figures.misses
         monkeypatch.setattr(SimDevice, "poll", lambda device, event: False)
         pair.train(steps=2)
@@ -181,7 +178,6 @@ def test_the_phases_around_a_hybrid_optimizer_and_its_figures() -> None:
         train(model, optimizer)
     assert seen == WHOLE * 2
     line = handle.conductor.telemetry.last
-    assert line is not None
     assert line["pinned_granted_mb"] > 0
     assert line["runtime_snapshots"]["activation_stagehand"] == {"max_d2h": 2, "max_h2d": 2}
     handle.remove()
@@ -190,23 +186,22 @@ def test_the_phases_around_a_hybrid_optimizer_and_its_figures() -> None:
 
 def test_a_closure_and_a_step_that_is_skipped() -> None:
     model = Model()
-    handle = offload.apply(model, "groups", min_numel=1, conductor=True)
-    assert handle.conductor is not None
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with offload.apply(model, "groups", min_numel=1, conductor=True) as handle:
+        assert handle.conductor is not None
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
-    def closure() -> float:
-        loss = squares(model, batch())
-        loss.backward()
-        return loss.item()
+        def closure() -> float:
+            loss = squares(model, batch())
+            loss.backward()
+            return loss.item()
 
-    optimizer.step(closure)
-    seen = phases_of(handle.conductor)
-    optimizer.step(closure)
-    optimizer.zero_grad()
-    train(model, optimizer)
-    assert seen[-5:] == WHOLE
-    assert Phase.BACKWARD in seen[:-5]
-    handle.remove()
+        optimizer.step(closure)
+        seen = phases_of(handle.conductor)
+        optimizer.step(closure)
+        optimizer.zero_grad()
+        train(model, optimizer)
+        assert seen[-5:] == WHOLE
+        assert Phase.BACKWARD in seen[:-5]
 
 
 def test_a_forward_that_raises_and_the_loop_that_goes_on() -> None:
@@ -222,7 +217,6 @@ def test_a_forward_that_raises_and_the_loop_that_goes_on() -> None:
     broken.remove()
     train(model, optimizer)
     conductor = handle.conductor
-    assert conductor is not None
     assert conductor.phase is Phase.STEP_END
     handle.remove()
 
@@ -386,7 +380,6 @@ def test_a_conductor_goes_where_the_process_has_its_next_engine(how: str, monkey
     model = Model()
     handle = offload.apply(model, "groups", min_numel=1, conductor=True)
     conductor = handle.conductor
-    assert conductor is not None
     optimizer = adam(model)
     train(model, optimizer)
     marks.close_manager()

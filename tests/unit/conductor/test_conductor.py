@@ -21,15 +21,7 @@ from offload.device import Event
 from offload.device.sim import ExecutorName, SimDevice
 from offload.engine import OffloadEngine
 from offload.ids import Owner
-from offload.transfer.copier import (
-    UNCOUNTED,
-    CapsAdmission,
-    DenialReason,
-    Denied,
-    Direction,
-    Lease,
-    Priority,
-)
+from offload.transfer.copier import UNCOUNTED, CapsAdmission, DenialReason, Denied, Direction, Lease, Priority
 
 H2D, D2H = Direction.H2D, Direction.D2H
 REQUIRED, SPECULATIVE, BACKGROUND = Priority.REQUIRED, Priority.SPECULATIVE, Priority.BACKGROUND

@@ -72,11 +72,7 @@ def test_rule_3_begins_to_count_anew_when_any_slot_is_free() -> None:
 
 
 STEPS = st.lists(
-    st.one_of(
-        st.tuples(st.sampled_from(Phase), st.integers(0, HARD_BYTES)),
-        st.booleans(),
-    ),
-    max_size=60,
+    st.one_of(st.tuples(st.sampled_from(Phase), st.integers(0, HARD_BYTES)), st.booleans()), max_size=60
 )
 
 

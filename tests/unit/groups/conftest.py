@@ -1,4 +1,4 @@
-"""A manager over the simulated device for each test, and no process-wide one left behind."""
+"""One thread, and no process-wide manager left behind."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from offload import PipelineOffloadManager
-from tests.unit.groups.stack import build_manager, installed
+from tests.unit.groups.stack import installed
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -24,11 +23,3 @@ def one_thread() -> Iterator[None]:
 def no_manager_left_behind() -> Iterator[None]:
     with installed(None):
         yield
-
-
-@pytest.fixture
-def manager() -> Iterator[PipelineOffloadManager]:
-    """The process-wide manager: late copies, every saved tensor may leave, nothing printed."""
-    with installed(build_manager()) as built:
-        assert built is not None
-        yield built

@@ -53,7 +53,6 @@ def test_switch_may_flip_at_any_point_of_a_step() -> None:
                 manager.enable_offload()
 
         with between_marks(flip), installed(build_manager("random", seed=flipped)) as manager:
-            assert manager is not None
             driver = Driver(build_stages(1, 1), announced=bool(flipped % 2))
             for expected_step, actions in zip(expected, steps, strict=True):
                 assert_same([expected_step], [driver.step(actions)])
@@ -64,7 +63,6 @@ def test_switch_between_forward_and_backward() -> None:
     steps = [gpipe(2)] * 2
     expected = baseline(build_stages(), steps)
     with installed(build_manager("random", seed=10)) as manager:
-        assert manager is not None
 
         class Switching(Driver):
             def backward(self, stage: int, microbatch: int) -> None:
@@ -94,7 +92,6 @@ def test_exception_at_any_point_of_a_forward_and_then_the_step_is_run_again(anno
                 raise BrokenLayerError
 
         with installed(build_manager("random", seed=broken)) as manager:
-            assert manager is not None
             driver = Driver(build_stages(1, 1), announced=announced)
             with between_marks(fail), pytest.raises(BrokenLayerError):
                 driver.forward(0, 0)
@@ -110,7 +107,6 @@ def test_exception_at_any_point_of_a_forward_and_then_the_step_is_run_again(anno
 def test_exception_in_a_backward_and_then_the_next_step() -> None:
     expected = baseline(build_stages(), [gpipe(2)])
     with installed(build_manager("random", seed=11)) as manager:
-        assert manager is not None
         module = build_stages()[0]
 
         def fail(grad: Tensor) -> Tensor:
@@ -134,7 +130,6 @@ def test_graph_may_be_read_again_with_retain_graph() -> None:
         expected = [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
     for executor in EXECUTORS:
         with installed(build_manager(executor, seed=12, max_spilling_bytes=1)) as manager:
-            assert manager is not None
             module = build_stages()[0]
             for _ in range(3):
                 init_chunk_handler(None, None, 1)
@@ -167,7 +162,6 @@ def test_second_derivatives_are_those_of_the_marked_model_that_offloads_nothing(
         return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
 
     with installed(build_manager("random", seed=13, max_spilling_bytes=1)) as manager:
-        assert manager is not None
         expected = run(1 << 40)
         assert manager.stats.spilled == 0
         assert_same([expected], [run(1)])
@@ -180,7 +174,6 @@ def test_delayed_commits_with_a_flush_after_each_forward_or_never(flush: bool) -
     steps = [one_f_one_b(4, 2)] * 3
     expected = baseline(build_stages(), steps)
     with installed(build_manager("random", seed=14)) as manager:
-        assert manager is not None
 
         class Flushing(Driver):
             def forward(self, stage: int, microbatch: int) -> None:

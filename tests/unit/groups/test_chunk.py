@@ -146,7 +146,6 @@ def test_fake_and_functional_tensors_pass_through(manager: PipelineOffloadManage
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_pop_fetches_a_tensor_that_has_left_whether_its_copy_has_run_or_not(executor: Any) -> None:
     with installed(build_manager(executor)) as manager:
-        assert manager is not None
         handler = begun(manager)
         x = torch.randn(64)
         original = x.clone()
@@ -226,7 +225,6 @@ def test_start_that_was_muted_and_never_committed_does_not_swallow_a_later_commi
 def test_records_move_on_when_a_group_is_committed_late(manager: PipelineOffloadManager) -> None:
     """A piece leaves as soon as it is full; the commit sends the rest and decides nothing twice."""
     with installed(build_manager(piece_bytes=256)) as fresh:
-        assert fresh is not None
         handler = begun(fresh)
         group = handler.on_group_start_forward("a")
         tags = [handler.tensor_push(torch.randn(64)) for _ in range(2)] + [
@@ -237,7 +235,6 @@ def test_records_move_on_when_a_group_is_committed_late(manager: PipelineOffload
         handler.bulk_offload_group()
         handler.on_group_commit_forward()
         assert states(group) == ["SPILLING"] * 3
-        assert group.saved is not None
         assert {record.state for record in group.saved.living()} == {BlockState.SPILLING}
         assert (group.total_offload_bytes, group.total_tensor_count) == (2 * 256 + 32, 3)
         for tag in tags:

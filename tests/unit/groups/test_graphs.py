@@ -31,6 +31,7 @@ from offload import (
 from offload.device.sim import SimDevice, SimGraph
 from offload.transfer.block import DeviceBlock, Transfer
 from offload.transfer.copier import Priority
+from tests.unit.groups.handlers import device_of
 from tests.unit.groups.stack import EXECUTORS, ROWS, WIDTH, Stack, build_manager, build_stages, installed
 
 CAPS: dict[str, dict[str, Any]] = {
@@ -49,12 +50,6 @@ def manager() -> Iterator[PipelineOffloadManager]:
     with installed(built):
         init_chunk_handler(None, None, 1)
         yield built
-
-
-def device_of(manager: PipelineOffloadManager) -> SimDevice:
-    device = manager.engine.device
-    assert isinstance(device, SimDevice)
-    return device
 
 
 def leaf(rows: int = ROWS) -> Tensor:
@@ -120,7 +115,6 @@ def check_figures(
     assert (region.restore_bytes > 0) == restored
     assert region.kept_bytes == 0
     stats = step_end()
-    assert stats is not None
     assert stats.replays == region.replays == 3 * graphs
     assert stats.replayed_bytes == 3 * (region.spill_bytes + region.restore_bytes)
     arena = manager.engine.arena

@@ -135,7 +135,6 @@ def driven(
     with installed(None):
         expected = HalfDriver(module, None).step(text, whole)
     with installed(build_manager(piece_bytes=1, **config)) as manager:
-        assert manager is not None
         driver = HalfDriver(module, manager, look)
         if half_room is not None:
             impose(manager.engine, half_room_bytes=half_room * SAVE)
@@ -193,7 +192,6 @@ def test_an_input_half_brings_back_nothing_that_only_the_weight_half_reads(
 
     class Counting(HalfDriver):
         def _run(self, action: Action, whole: bool) -> None:
-            assert self.manager is not None
             counts = self.manager.engine.transfers.counts
             before = counts.restored
             super()._run(action, whole)
@@ -223,7 +221,6 @@ def test_the_weight_half_gives_the_device_back_what_it_has_read() -> None:
     module = Sines(shares=True)
     most = [0, 0]
     with installed(build_manager(piece_bytes=1, max_restoring_bytes=0)) as manager:
-        assert manager is not None
         transfers = manager.engine.transfers
 
         def after_read(handle: Handle) -> None:
@@ -244,7 +241,6 @@ def test_what_was_kept_on_its_way_out_goes_after_the_input_half_but_for_what_the
     class Looking(HalfDriver):
         def _run(self, action: Action, whole: bool) -> None:
             super()._run(action, whole)
-            assert self.manager is not None
             transfers = self.manager.engine.transfers
             transfers.reclaim_freed()
             saves = transfers.resident_bytes // SAVE, transfers.spilling_bytes // SAVE
@@ -306,7 +302,6 @@ def test_the_plan_counts_for_a_weight_half_what_it_was_seen_to_read() -> None:
     seen: list[SeenStep] = []
 
     def look(driver: HalfDriver) -> None:
-        assert driver.manager is not None
         seen.append(driver.manager._seen(None))
 
     driven(W_NEXT, look=look)
@@ -328,7 +323,6 @@ def test_an_input_half_that_reads_nothing_is_no_action_of_the_plan() -> None:
     """Stage 0's: its W is the whole backward, and reads in reverse."""
     module = Sines(2)
     with installed(build_manager(piece_bytes=1)) as manager:
-        assert manager is not None
         for _ in range(2):
             manager.begin_chunk(0, 0)
             y = module(torch.randn(ROWS, WIDTH))
@@ -350,7 +344,6 @@ def test_an_input_half_of_products_alone_is_one() -> None:
     module.ends = True
     seen: list[SeenStep] = []
     with installed(build_manager(piece_bytes=1)) as manager:
-        assert manager is not None
         driver = HalfDriver(module, manager, lambda driver: seen.append(manager._seen(None)))
         for _ in range(2):
             driver.step(W_NEXT)

@@ -19,7 +19,6 @@ def test_inputs_of_calls_in_two_threads_leave_each_under_its_own_group() -> None
     failed: list[Exception] = []
 
     with installed(build_manager()) as manager:
-        assert manager is not None
         init_chunk_handler()
         groups = [manager.input_group("hidden_states") for _ in range(2)]
 

@@ -60,7 +60,6 @@ def test_marks_return_the_tensor_itself_where_no_chunk_is_active() -> None:
     assert untouched()
     assert PipelineOffloadManager.OFFLOAD_MGR is None  # and made none
     with installed(build_manager()) as manager:
-        assert manager is not None
         assert untouched()
         init_chunk_handler(None, None, 1)
         disable_offload()
@@ -73,7 +72,6 @@ def test_marks_return_the_tensor_itself_where_no_chunk_is_active() -> None:
             assert group_commit(x, "a") is x
         assert group_start(x, "a") is x
         handler = manager.cur_forward_chunk()
-        assert handler is not None
         assert handler.innermost_open() is not None
         group_commit(x, "a")
         step_end()
@@ -146,7 +144,6 @@ def test_model_with_marks_has_the_gradients_of_the_one_without(executor: Any) ->
     steps = [gpipe(2)] * 3
     expected = baseline(build_stages(), steps)
     with installed(build_manager(executor, seed=11)) as manager:
-        assert manager is not None
         driver = StackDriver(build_stages())
         assert_same(expected, [driver.step(actions) for actions in steps])
         assert manager.stats.spilled > 0
@@ -205,8 +202,7 @@ def test_groups_delayed_out_of_order_keep_their_own_tensors(manager: PipelineOff
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_commit_releases_by_force_what_it_has_copied(executor: Any, delay: bool) -> None:
-    with installed(build_manager(executor)) as manager:
-        assert manager is not None
+    with installed(build_manager(executor)):
         init_chunk_handler(None, None, 1)
         x = leaf()
         held = x * 1
@@ -234,7 +230,6 @@ def test_switches_are_global_and_keep_starts_and_commits_paired(manager: Pipelin
     assert manager.do_offload
     assert group_commit(inner, "a") is inner  # the muted one
     handler = manager.cur_forward_chunk()
-    assert handler is not None
     assert handler.innermost_open() is not None
     assert group_commit(x, "a") is x
     assert handler.innermost_open() is None
@@ -250,7 +245,6 @@ def test_commits_under_no_grad_are_paired_whatever_their_order(manager: Pipeline
             group_commit(x, name)
     group_start(x, "a")
     handler = manager.cur_forward_chunk()
-    assert handler is not None
     group_commit(x, "a")
     assert handler.innermost_open() is None
 
@@ -277,7 +271,6 @@ def test_model_level_use(manager: PipelineOffloadManager) -> None:
             init_chunk_handler(None, None, 1)
             module(torch.randn(12, 16)).square().mean().backward()
         stats = reset()
-        assert stats is not None
         assert stats.saved > 0
     assert [handler.id.microbatch for handler in manager._handlers.values()] == [0, 1, 2]
 
@@ -348,7 +341,6 @@ def test_static_methods_are_the_functions(manager: PipelineOffloadManager) -> No
         assert isinstance(inspect.getattr_static(Interface, name), staticmethod), name
     Interface.init_chunk_handler(2, 1, 5)
     handler = manager.cur_forward_chunk()
-    assert handler is not None
     assert (handler.id.stage, handler.min_offloaded_tensor_size) == (1, 5)
     Interface.mark_not_offloadable(None)
     x = leaf()

@@ -61,14 +61,12 @@ def test_limit_holds_in_every_step_of_a_schedule_with_two_stages_a_rank(
     order: list[Action] = [(action[0], int(action[1]), int(action[2])) for action in ORDERS[name].split()]
     expected = baseline(build_stages(2), [order] * STEPS)
     with installed(build_manager()) as manager:
-        assert manager is not None
         Driver(build_stages(2), announced=True).step(order)
         limit_bytes = int(chunks * manager.stats.spill_bytes / (2 * MICROBATCHES))
     monkeypatch.setattr(StepClock, "end_step", lambda self: dict.fromkeys(order, 1e-3))
     # a short search finds a plan that fits, too
     monkeypatch.setattr(timed, "choose_keeps", partial(choose_keeps, max_trials=12))
     with installed(build_manager(device_limit_bytes=limit_bytes)) as manager:
-        assert manager is not None
         manager.engine.rates = Rates(d2h_bytes_per_s=2e7, h2d_bytes_per_s=2e7)
         driver = Driver(build_stages(2), announced=True)
         found = []
@@ -92,7 +90,6 @@ def test_what_a_save_drops_of_the_next_window_is_fetched_again_and_not_the_rest_
     with installed(
         build_manager(device_limit_bytes=8 * GROUP, max_restoring_bytes=5 * GROUP, piece_bytes=1)
     ) as manager:
-        assert manager is not None
         driver = Driver(build_stages(1, layers, ("fc1",)), announced=True)
         found = []
         for _ in range(steps):
@@ -120,7 +117,6 @@ def test_what_the_saves_of_a_forward_drop_is_not_fetched_again_before_a_backward
     with installed(
         build_manager(device_limit_bytes=6 * GROUP, max_restoring_bytes=6 * GROUP, piece_bytes=1)
     ) as manager:
-        assert manager is not None
         driver = Driver(stages, announced=announced)
         for _ in range(3):
             manager.set_order(order)
@@ -138,7 +134,6 @@ def test_a_weight_half_of_unknown_reads_does_not_fetch_the_next_chunk_again_for_
     with installed(
         build_manager(device_limit_bytes=4 * GROUP, max_restoring_bytes=4 * GROUP, piece_bytes=1)
     ) as manager:
-        assert manager is not None
         manager.set_order(order)
         found = Driver(build_stages(2, 5, names), announced=True).step(order)
         assert (manager.stats.spilled, manager.stats.restored) == (60, 84)

@@ -56,7 +56,6 @@ def test_reset_instance_makes_a_new_one_and_really_frees_the_old(manager: Pipeli
     assert isinstance(budget, LocalHostBudget)
     init_chunk_handler(None, None, 1)
     handler = manager.cur_forward_chunk()
-    assert handler is not None
     graph = save_one(leaf())
     handler.reload(handler.offload(torch.randn(64)))  # the pool's buffers are the arena's bytes too
     assert (budget.used_bytes, arena.held_bytes) == (HELD, HELD)
@@ -102,7 +101,6 @@ def test_reset_instance_inside_a_scope_takes_nothing_more_and_leaves_no_hooks(
 def test_reset_instance_names_what_is_still_lent(manager: PipelineOffloadManager) -> None:
     init_chunk_handler(None, None, 1)
     handler = manager.cur_forward_chunk()
-    assert handler is not None
     state = handler.offload(torch.randn(64))
     with pytest.raises(
         PoolError,
@@ -263,7 +261,6 @@ def test_pending_offloads_of_a_name_are_capped(of_config: int | None, cap: int |
     """With a late executor a copy is pending until compute waits for it: none after each commit with 0, the
     last `cap` otherwise. It is the least of what the config and others bound."""
     with installed(build_manager(max_inflight_offloads=of_config, piece_bytes=1 << 20)) as manager:
-        assert manager is not None
         other = manager.engine.limits.contributor("other")
         other.bound("groups_in_flight", None if cap == of_config else cap)
         init_chunk_handler(None, None, 1)
@@ -316,7 +313,6 @@ def test_groups_of_a_name_that_every_layer_has_are_told_apart(manager: PipelineO
     init_chunk_handler(None, None, 1)
     module(torch.randn(ROWS, WIDTH))
     handler = manager.cur_forward_chunk()
-    assert handler is not None
     assert [group.name for group in handler.groups] == list(NAMES) * 3
     assert handler.get_max_deduplicated_groups() == len(NAMES)
 

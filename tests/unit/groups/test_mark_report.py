@@ -23,6 +23,8 @@ from offload import (
 from offload.groups.reports import FORWARDS_WITHOUT_END
 from tests.unit.groups.stack import leaf
 
+pytestmark = pytest.mark.usefixtures("manager")
+
 
 @pytest.fixture(autouse=True)
 def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
@@ -42,9 +44,7 @@ def marked(x: Tensor, name: str = "g", *, hooks: bool = True) -> Tensor:
     return group_commit(x * x, name)
 
 
-def test_a_forward_that_was_never_announced_is_said_once(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_forward_that_was_never_announced_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         marked(leaf()).sum().backward()
         step_end()
@@ -55,7 +55,7 @@ def test_a_forward_that_was_never_announced_is_said_once(
 
 
 def test_a_group_that_is_never_committed_is_said_once_and_one_that_an_exception_cut_short_is_not(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     for _ in range(2):
         init_chunk_handler()
@@ -69,17 +69,13 @@ def test_a_group_that_is_never_committed_is_said_once_and_one_that_an_exception_
     assert "Call group_commit(output, 'g')" in message
 
 
-def test_an_evaluation_that_is_not_announced_is_nothing_to_say(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_evaluation_that_is_not_announced_is_nothing_to_say(caplog: pytest.LogCaptureFixture) -> None:
     with torch.no_grad():
         marked(leaf())
     assert not said(caplog)
 
 
-def test_forgotten_hooks_are_said_once_a_name(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_forgotten_hooks_are_said_once_a_name(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         init_chunk_handler(None, None, 1)
         (
@@ -94,7 +90,7 @@ def test_forgotten_hooks_are_said_once_a_name(
 
 
 def test_a_group_of_tensors_that_are_all_too_small_is_told_the_threshold(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     init_chunk_handler(None, None, 1 << 20)
     marked(leaf()).sum().backward()
@@ -118,7 +114,7 @@ def test_that_nothing_leaves_is_said_once_while_warm_up_lasts(
 
 
 def test_a_group_of_small_tensors_beside_one_that_moves_is_told_its_own_largest(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     init_chunk_handler(None, None, 100)
     (marked(leaf(64), "small").sum() + marked(leaf(128), "large").sum()).backward()
@@ -128,9 +124,7 @@ def test_a_group_of_small_tensors_beside_one_that_moves_is_told_its_own_largest(
     assert "min_offloaded_tensor_size in OffloadConfig), 100 elements here (the largest has 64)" in message
 
 
-def test_a_group_inside_a_checkpoint_that_saves_nothing_is_told_so(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_group_inside_a_checkpoint_that_saves_nothing_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
     init_chunk_handler(None, None, 1)
     checkpoint(marked, marked(leaf(), "outside"), use_reentrant=False).sum().backward()
     step_end()
@@ -140,7 +134,7 @@ def test_a_group_inside_a_checkpoint_that_saves_nothing_is_told_so(
 
 
 def test_a_checkpoint_that_keeps_what_it_was_asked_for_is_given_no_advice(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def body(x: Tensor) -> Tensor:
         return marked(marked(x @ x, "mm"), "act")
@@ -164,7 +158,7 @@ class Marked(nn.Module):
 
 @pytest.mark.parametrize("mode", ["groups", "hidden_states", "checkpoint", "selective", "auto"])
 def test_groups_inside_blocks_that_apply_recomputes_are_told_so_where_no_plan_may_send_them(
-    mode: Any, manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+    mode: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.Sequential(*(Marked() for _ in range(3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -178,7 +172,7 @@ def test_groups_inside_blocks_that_apply_recomputes_are_told_so_where_no_plan_ma
 
 
 def test_a_group_around_others_moves_nothing_of_its_own_and_is_nothing_to_say(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     init_chunk_handler(None, None, 1)
     x = group_start(leaf(), "outer")
@@ -187,9 +181,7 @@ def test_a_group_around_others_moves_nothing_of_its_own_and_is_nothing_to_say(
     assert not said(caplog)
 
 
-def test_a_group_inside_a_reentrant_checkpoint_is_told_so(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_group_inside_a_reentrant_checkpoint_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
     init_chunk_handler(None, None, 1)
     y = checkpoint(marked, marked(leaf(), "outside"), use_reentrant=True)
     y.sum().backward()
@@ -199,9 +191,7 @@ def test_a_group_inside_a_reentrant_checkpoint_is_told_so(
     assert "Put its marks around the checkpoint" in message
 
 
-def test_a_step_that_is_never_ended_is_told_so(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_that_is_never_ended_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(FORWARDS_WITHOUT_END + 1):
         init_chunk_handler(None, None, 1)
     (message,) = said(caplog)
@@ -218,7 +208,7 @@ def test_an_announced_step_that_is_never_ended_is_told_so(
     assert "Call step_end() once a step" in message
 
 
-def test_more_virtual_stages_than_a_model_has_layers_are_refused(manager: PipelineOffloadManager) -> None:
+def test_more_virtual_stages_than_a_model_has_layers_are_refused() -> None:
     """It made a list for each of them: 49 s and 7 GB."""
     with pytest.raises(ValueError, match="vp_size is 100,000,000; it counts the virtual stages of one rank"):
         init_chunk_handler(10**8, 0)
@@ -237,7 +227,6 @@ def test_a_loop_that_never_ends_a_step_does_not_grow(
         else:
             y.sum().backward()
         if number == 14:
-            assert unread is not None
             unread.sum().backward()
             unread = None
         assert len(manager._handlers) <= 11

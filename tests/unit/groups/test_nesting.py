@@ -52,7 +52,6 @@ def test_save_in_an_inner_scope_belongs_to_the_inner_group_and_after_its_commit_
         fourth = d * d
     x = group_commit(x, "outer")
     handler = manager.cur_forward_chunk()
-    assert handler is not None
     assert {group.name: group.total_offload_bytes for group in handler.groups} == {
         "outer": 4 * (8 + 24 + 32),
         "inner": 4 * 16,
@@ -94,7 +93,6 @@ def test_groups_that_overlap_without_nesting(manager: PipelineOffloadManager) ->
     with installed(None):
         expected = run()
     with installed(build_manager("random", seed=15)) as other:
-        assert other is not None
         for _ in range(3):
             init_chunk_handler(None, None, 1)
             assert torch.equal(run(), expected)
@@ -179,12 +177,10 @@ def test_group_inside_a_checkpoint_around_one_or_both(reentrant: bool, inside: b
         expected = run(build_stages()[0])
     for executor in EXECUTORS:
         with installed(build_manager(executor, seed=16, max_spilling_bytes=1)) as manager:
-            assert manager is not None
             module = build_stages()[0]
             for _ in range(3):
                 assert_same([expected], [run(module)])
                 stats = step_end()
-                assert stats is not None
                 # the input of each checkpoint and nothing of its recomputation: two layers, two microbatches
                 assert stats.saved == (4 if around else 0)
                 assert stats.spill_bytes <= 4 * ROWS * WIDTH * 4

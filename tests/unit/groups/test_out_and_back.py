@@ -18,7 +18,6 @@ from tests.unit.groups.stack import Driver, build_manager, build_stages, install
 @pytest.mark.req("S2-69", "S3-66", "S3-78")
 def test_group_leaves_under_one_event_and_small_tensors_stay() -> None:
     with installed(build_manager(piece_bytes=1 << 20)) as manager:
-        assert manager is not None
         handler = begun(manager, min_elements=10)
         group = handler.on_group_start_forward("a")
         tensors = [
@@ -31,7 +30,6 @@ def test_group_leaves_under_one_event_and_small_tensors_stay() -> None:
         device = device_of(manager)
         assert device.copies(device.d2h) == 0
         handler.bulk_offload_group()
-        assert group.saved is not None
         assert (device.copies(device.d2h), len(group.saved.transfers)) == (3, 1)
         assert device.copied_bytes(device.d2h) == 10 * 4 + 4 * 4 * 2 + 12
         expected = [tensor.clone() for tensor in tensors]
@@ -201,7 +199,6 @@ def test_storage_saved_several_times_in_a_group_is_copied_once(manager: Pipeline
     group, tags = group_of(handler, "a", x, x, x.t(), x[3:7], x.view(-1))
     device = device_of(manager)
     assert (device.copies(device.d2h), device.copied_bytes(device.d2h)) == (1, 32 * 32 * 4)
-    assert group.saved is not None
     assert group.saved.logical_bytes == 4 * (4 * 32 * 32 + 4 * 32)
     del x
     settle(manager, group)
@@ -256,7 +253,6 @@ def test_reader_waits_for_the_reload_of_its_own_bytes(manager: PipelineOffloadMa
 @pytest.mark.req("S2-80")
 def test_backward_of_a_start_lets_the_next_reload_begin_after_what_compute_did() -> None:
     with installed(build_manager(max_restoring_bytes=256, max_spilling_bytes=256)) as manager:
-        assert manager is not None
         handler = begun(manager)
         tags = [group_of(handler, name, torch.randn(64))[1][0] for name in ("a", "b", "c")]
         handler.on_group_commit_backward("c")
@@ -277,7 +273,6 @@ def test_while_one_layer_is_read_the_one_before_it_loads() -> None:
         "piece_bytes": layer_bytes,
     }
     with installed(build_manager(**caps)) as manager:
-        assert manager is not None
         handler = begun(manager)
         groups, tags = zip(
             *(group_of(handler, f"layer{number}", torch.randn(64)) for number in range(layers)), strict=True

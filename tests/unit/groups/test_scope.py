@@ -36,7 +36,6 @@ def test_noise_that_an_operator_draws_after_autograd_has_saved_it_leaves_when_it
     slopes(leaf * 1.0, count).sum().backward()
     expected, leaf.grad = leaf.grad, None
     with installed(build_manager("early", piece_bytes=1)) as manager:
-        assert manager is not None
         torch.manual_seed(3)
         assert torch.equal(torch.randn(ELEMENTS), leaf.detach())
         init_chunk_handler(None, None, 1)
@@ -53,8 +52,6 @@ def test_noise_that_an_operator_draws_after_autograd_has_saved_it_leaves_when_it
         loss.backward()
         del loss
         step_end()
-    assert leaf.grad is not None
-    assert expected is not None
     assert torch.equal(leaf.grad, expected)
 
 

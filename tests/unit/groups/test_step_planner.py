@@ -296,7 +296,6 @@ def test_limit_holds_when_the_order_changes_between_steps() -> None:
     with installed(
         build_manager(device_limit_bytes=limit, max_spilling_bytes=4 * KIB, max_restoring_bytes=4 * KIB)
     ) as manager:
-        assert manager is not None
         driver = Driver(build_stages(), announced=True)
         peaks = []
         for order in [one_f_one_b(6, 1)] * 3 + [gpipe(6)] * 2:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -90,9 +89,7 @@ def test_a_cache_is_nothing_to_say_at_125_percent_or_with_few_shapes_or_segments
     assert caplog.messages == []
 
 
-def test_steps_of_many_shapes_are_told_of_a_limit_that_they_pass(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_steps_of_many_shapes_are_told_of_a_limit_that_they_pass(caplog: pytest.LogCaptureFixture) -> None:
     """No step of theirs follows a plan of its own, so none was looked at."""
     with installed(build_manager(device_limit_bytes=FC1 - 1)), caplog.at_level(logging.WARNING):
         driver = Driver(build_stages(1, 2, ("fc1",)))
@@ -105,13 +102,6 @@ def test_steps_of_many_shapes_are_told_of_a_limit_that_they_pass(
 def test_a_limit_that_holds_is_nothing_to_say(caplog: pytest.LogCaptureFixture) -> None:
     report(StepStats(step=3, device_bytes_peak=1000, spill_bytes=10), 1000, live_peak_bytes=1000)
     assert caplog.messages == []
-
-
-@pytest.fixture
-def manager() -> Iterator[PipelineOffloadManager]:
-    with installed(build_manager()) as manager:
-        assert manager is not None
-        yield manager
 
 
 def test_a_small_model_that_moves_everything_and_saves_nothing_is_told_once(

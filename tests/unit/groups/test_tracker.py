@@ -63,7 +63,6 @@ def test_size_limit_counts_elements_and_is_one_mebi_by_default(manager: Pipeline
     assert OffloadConfig().min_offloaded_tensor_size == 1024 * 1024
     manager.init_model_chunk_offload_handler()
     handler = manager.cur_forward_chunk()
-    assert handler is not None
     assert handler.min_offloaded_tensor_size == manager.engine.config.min_offloaded_tensor_size == 1
     init_chunk_handler(None, None, 65)
     save_one(leaf(64).double()).sum().backward()  # 512 bytes, and too small all the same
@@ -187,7 +186,6 @@ def test_announced_and_counted_chunks_move_the_same_bytes() -> None:
     stats = []
     for announced in (False, True):
         with installed(build_manager()) as manager:
-            assert manager is not None
             driver = Driver(build_stages(), announced=announced)
             for _ in range(3):
                 driver.step(one_f_one_b(4, 2))
@@ -241,8 +239,6 @@ def test_forward_without_gradients_has_no_current_chunk_and_the_next_one_has(
         assert manager.pop_forward_chunk() is None
     init_chunk_handler(None, None, 1)
     second = manager.cur_forward_chunk()
-    assert first is not None
-    assert second is not None
     assert (first.id.microbatch, second.id.microbatch) == (0, 1)
 
 
@@ -280,7 +276,6 @@ def test_prefetch_looks_again_after_a_stride_of_reads_and_not_after_each(
     looks: list[int] = []
     reads = [0]
     with installed(build_manager(piece_bytes=piece_bytes, max_restoring_bytes=window_bytes)) as manager:
-        assert manager is not None
         monkeypatch.setattr(manager.engine.prefetch, "pump", lambda chunks: looks.append(reads[0]))
         manager.engine.on_read(lambda handle: reads.__setitem__(0, reads[0] + 1))  # told after the manager
         init_chunk_handler(None, None, 1)
@@ -303,6 +298,5 @@ def test_a_loop_that_announces_nothing_is_timed_all_the_same(manager: PipelineOf
             for _ in range(2):
                 model(torch.ones(4, 8)).sum().backward()
             optimizer.step()
-    assert manager.last_step is not None
     assert manager.last_step.seconds is not None
     assert set(manager.last_step.seconds) == {Action(kind, 0, at) for kind in "FB" for at in range(2)}

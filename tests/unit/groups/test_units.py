@@ -117,7 +117,6 @@ def test_what_a_plan_keeps_of_a_group_never_moves_and_the_rest_does(stays_from: 
     order = one_f_one_b(2, 1)
     expected = baseline(build_stages(names=("a",)), [order] * 3)
     with installed(build_manager(device_limit_bytes=1 << 30, max_spilling_bytes=KIB)) as manager:
-        assert manager is not None
         driver = Driver(build_stages(names=("a",)), announced=True)
         found = [driver.step(order)]
         whole = manager.stats
@@ -207,7 +206,6 @@ def test_plan_that_keeps_sparse_views_settles() -> None:
     with installed(
         build_manager(device_limit_bytes=6 * KIB, max_spilling_bytes=KIB, max_restoring_bytes=KIB)
     ) as manager:
-        assert manager is not None
         driver = Driver(found, announced=True)
         kept = []
         for step in range(4):
@@ -217,9 +215,7 @@ def test_plan_that_keeps_sparse_views_settles() -> None:
         assert kept == kept[:1] * 4
 
 
-def test_summary_counts_what_leaves_before_and_after_times_are_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_summary_counts_what_leaves_before_and_after_times_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """One chunk of two groups of several tensors: the table's bytes are those that the next step sends,
     whichever plan it follows."""
     seconds = {("F", 0, 0): 1e-3, ("B", 0, 0): 2e-3}
@@ -228,7 +224,6 @@ def test_summary_counts_what_leaves_before_and_after_times_are_known(
     steps = 8
     expected = baseline(build_stages(names=("block",)), [order] * steps)
     with installed(build_manager(device_limit_bytes=8 * KIB, max_spilling_bytes=KIB)) as manager:
-        assert manager is not None
         manager.engine.rates = Rates(d2h_bytes_per_s=4e6, h2d_bytes_per_s=4e6)
         driver = Driver(build_stages(names=("block",)), announced=True)
         found, parts = [], []

@@ -90,7 +90,6 @@ def test_gradients_are_bitwise_those_without_offload(executor: ExecutorName, aro
         return read(handle, **how)
 
     with installed(build_manager(executor, piece_bytes=1)) as manager:
-        assert manager is not None
         store = manager.engine.store
         read, store.read = store.read, counted  # type: ignore[method-assign]
         for _ in range(3):
@@ -159,7 +158,6 @@ def test_parts_of_the_gradients_of_a_product(product: str, dtype: torch.dtype) -
     expected = derivatives(product, dtype, None)
     with installed(build_manager(piece_bytes=1)) as manager:
         found = derivatives(product, dtype, manager)
-        assert manager is not None
         assert manager.step_end().spilled > 0
     for ours, its in zip(found, expected, strict=True):
         assert ours is its or (ours is not None and its is not None and torch.equal(ours, its))
@@ -169,7 +167,6 @@ def test_a_save_that_was_changed_is_found_out_by_the_half_that_does_not_read_it(
     """As in torch."""
     linear = nn.Linear(WIDTH, WIDTH, bias=False)
     with installed(build_manager(piece_bytes=1)) as manager:
-        assert manager is not None
         manager.begin_chunk(1, 0)
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
         source = group_start(x * 1, "linear")

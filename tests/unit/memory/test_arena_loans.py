@@ -201,7 +201,6 @@ def test_threads_share_an_arena_without_sharing_bytes(arena: HostArena) -> None:
     def work(value: int) -> None:
         for round_number in range(30):
             block = arena.take(PIECE // 3 + 97 * value)
-            assert block is not None
             for extent in block.extents:
                 extent.fill_(value)
             if any(not bool((extent == value).all()) for extent in block.extents):

@@ -172,7 +172,6 @@ def test_ranks_of_torchrun_share_by_default_and_a_process_alone_does_not(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"a test/{time.time_ns()}")
     mine, other = shared_by_torchrun(LIMIT), Other(lambda: shared_by_torchrun(LIMIT))
-    assert mine is not None
     assert mine.reserve(300)
     assert other("used_bytes") == 300
     other.kill()

@@ -194,7 +194,6 @@ def test_offload_apply_around_a_mixture(mode: Any, balance: Any) -> None:
             optimizer.step()
         handle.remove()
     for mixture in model.mixtures():  # no recompute was counted
-        assert mixture.router.tokens_E is not None
         assert int(mixture.router.tokens_E.sum()) == 4 * 2 * text().numel() * config.top_k
 
 

@@ -27,16 +27,7 @@ from moe import (
     stage_examples,
 )
 from tests.unit.groups.stack import EXECUTORS
-from tests.unit.moe.mixtures import (
-    BATCH,
-    SMALL,
-    assert_same,
-    grads_of,
-    loss_of,
-    offloading,
-    step,
-    text,
-)
+from tests.unit.moe.mixtures import BATCH, SMALL, assert_same, grads_of, loss_of, offloading, step, text
 
 SETTINGS: dict[str, dict[str, Any]] = {
     **{name: {"offload_modules": {name}} for name in GROUP_NAMES if name != "attn_proj"},

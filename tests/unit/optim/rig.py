@@ -14,6 +14,8 @@ from offload.device.sim import ExecutorName, SimDevice
 from offload.optim import HybridDeviceOptimizer
 
 WIDTH = 33
+FUSED = {"lr": 1e-2, "fused": True}
+"""What torch's own AdamW is made with, so that it steps with the kernel of the hybrid one."""
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -49,14 +51,15 @@ def engine(
 
 
 def hybrid(parameters_of: nn.Module, /, **options: Any) -> HybridDeviceOptimizer:
-    """With a model its weights return beside the next forward, unless `overlap` says otherwise."""
+    """Of all parameters, unless `offload_fraction` says otherwise. With a model its weights return beside the
+    next forward, unless `overlap` says otherwise."""
     atomic = options.get("atomic_step", bool({"cpu_optimizer_cls", "gpu_optimizer_cls"} & options.keys()))
     workers = options.get("overlap_cpu_optimizer_d2h_h2d", True) and not atomic
     if options.get("model") is not None and workers:
         options.setdefault("overlap", "forward")
     return HybridDeviceOptimizer(
         options.pop("params", None) or parameters_of.parameters(),
-        **{"lr": 1e-2, "bucket_bytes": 4096, **options},
+        **{"lr": 1e-2, "bucket_bytes": 4096, "offload_fraction": 1.0, **options},
     )
 
 
@@ -100,6 +103,16 @@ def assert_same_bits(mine: list[Tensor], other: list[Tensor]) -> None:
         assert torch.equal(one.view(torch.uint8), two.view(torch.uint8)), (
             f"tensor {place} differs by {(one - two).abs().max()}"
         )
+
+
+def assert_torchs_bits(
+    trained: Callable[[nn.Module, Any], list[Tensor]], *, attached: bool = True, **options: Any
+) -> None:
+    """`trained` returns the same bits with torch's AdamW and the hybrid one. attached: it gets the model."""
+    reference, model = net(), net()
+    expected = trained(reference, torch.optim.AdamW(reference.parameters(), **FUSED))
+    optimizer = hybrid(model, model=model if attached else None, **options)
+    assert_same_bits(trained(model, optimizer), expected)
 
 
 def failing(call: Callable[..., Any], at: int) -> Callable[..., Any]:

@@ -94,9 +94,7 @@ def test_weights_that_a_layer_reads_past_their_modules_are_new(
     before, and nothing said so."""
 
     def ours(model: nn.Module) -> Optimizer:
-        return hybrid(
-            model, offload_fraction=1.0, model=model, cpu_share=share, engine=engine(executor), fused=True
-        )
+        return hybrid(model, model=model, cpu_share=share, engine=engine(executor), fused=True)
 
     def torchs(model: nn.Module) -> Optimizer:
         return AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -106,9 +104,7 @@ def test_weights_that_a_layer_reads_past_their_modules_are_new(
 
 def test_what_is_read_past_its_module_waits_and_the_rest_still_overlaps() -> None:
     model = Fused()
-    optimizer = hybrid(
-        model, offload_fraction=1.0, model=model, cpu_share=1.0, engine=engine(), bucket_bytes=1024
-    )
+    optimizer = hybrid(model, model=model, cpu_share=1.0, engine=engine(), bucket_bytes=1024)
     model(torch.ones(2, WIDTH)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -122,10 +118,9 @@ def test_what_is_read_past_its_module_waits_and_the_rest_still_overlaps() -> Non
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_weight_that_a_step_leaves_as_it_is_is_not_on_its_way_because_of_the_step_before(
-    share: float,
+    share: float, model: nn.Module
 ) -> None:
-    model = net()
-    optimizer = hybrid(model, offload_fraction=1.0, model=model, cpu_share=share, bucket_bytes=1024)
+    optimizer = hybrid(model, model=model, cpu_share=share, bucket_bytes=1024)
     backward(model, 0)
     optimizer.step()
     assert all(isinstance(parameter, AwaitedWeight) for parameter in model.parameters())
@@ -139,12 +134,11 @@ def test_a_weight_that_a_step_leaves_as_it_is_is_not_on_its_way_because_of_the_s
 
 
 def test_a_compiled_forward_waits_for_all_weights_and_from_then_on_step_does(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, model: nn.Module
 ) -> None:
     """What a module's hook does while it is traced, without a compiler: whether that traces a frame anew
     depends on what ran before."""
-    model = net()
-    optimizer = hybrid(model, offload_fraction=1.0, model=model, cpu_share=1.0)
+    optimizer = hybrid(model, model=model, cpu_share=1.0)
 
     def kinds() -> set[type]:
         return {type(parameter) for parameter in model.parameters()}
@@ -173,7 +167,7 @@ def test_a_module_waits_for_its_own_weights_at_a_cost_that_does_not_grow_with_th
     def calls_a_module(count: int) -> float:
         torch.manual_seed(0)
         model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(count)])
-        optimizer = hybrid(model, offload_fraction=1.0, model=model, engine=engine(), bucket_bytes=1024)
+        optimizer = hybrid(model, model=model, engine=engine(), bucket_bytes=1024)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
@@ -202,7 +196,7 @@ def test_nothing_is_said_where_every_weight_is_asked_for(
     make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make()
-    optimizer = hybrid(model, offload_fraction=1.0, model=model, cpu_share=1.0, engine=engine())
+    optimizer = hybrid(model, model=model, cpu_share=1.0, engine=engine())
     width = next(model.parameters()).shape[-1]
     for _ in range(3):
         model(torch.ones(2, 3, width)).sum().backward()
@@ -231,9 +225,7 @@ def test_a_copy_of_the_model_has_the_new_weights_and_waits_for_nobody(
     could not save the model."""
     torch.manual_seed(0)
     model = nn.Sequential(OwnWeight(), nn.Tanh(), OwnWeight())
-    optimizer = hybrid(
-        model, offload_fraction=1.0, model=model, cpu_share=1.0, engine=engine(executor), fused=True
-    )
+    optimizer = hybrid(model, model=model, cpu_share=1.0, engine=engine(executor), fused=True)
     for _ in range(2):
         model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.step()
@@ -252,7 +244,7 @@ def test_a_copy_of_the_model_has_the_new_weights_and_waits_for_nobody(
 
 def test_a_copy_of_the_root_has_the_roots_own_new_weights() -> None:
     model = OwnWeight()
-    optimizer = hybrid(model, offload_fraction=1.0, model=model, cpu_share=1.0, engine=engine(), fused=True)
+    optimizer = hybrid(model, model=model, cpu_share=1.0, engine=engine(), fused=True)
     model(torch.ones(2, WIDTH)).sum().backward()
     optimizer.step()
     other = copy.deepcopy(model)
@@ -264,7 +256,7 @@ def test_a_copy_of_the_root_has_the_roots_own_new_weights() -> None:
 @pytest.mark.parametrize("how", [pickle.dumps, copy.deepcopy, copy.copy])
 def test_the_optimizer_itself_is_not_copied(model: nn.Module, how: Callable[[Any], Any]) -> None:
     """The copy had param groups and nothing else: its first step was an AttributeError."""
-    optimizer = hybrid(model, offload_fraction=1.0, model=model, engine=engine(), cpu_share=1.0)
+    optimizer = hybrid(model, model=model, engine=engine(), cpu_share=1.0)
     train(model, optimizer, 1)
     with pytest.raises(
         TypeError, match=r"HybridDeviceOptimizer cannot be pickled or copied: .*; save its state_dict\(\)"
@@ -277,7 +269,7 @@ def test_a_closed_optimizer_leaves_the_model_without_a_hook_of_its_own(model: nn
     def hooks() -> int:
         return sum(len(module._forward_pre_hooks) for module in model.modules())
 
-    optimizer = hybrid(model, offload_fraction=1.0, model=model, fused=True)
+    optimizer = hybrid(model, model=model, fused=True)
     assert hooks() > 0
     train(model, optimizer, 1)
     optimizer.close()

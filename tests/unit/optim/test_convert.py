@@ -317,10 +317,9 @@ def test_a_device_that_cannot_have_all_parts_is_refused_with_each_of_them(
     enough = ConductorConfig(vram_hard_cap_mb=everything / 2**20, vram_soft_cap_mb=0.01, telemetry_interval=0)
     with pytest.raises(ValueError, match=r"saved tensors 1\.00 kB; .*lower device_limit="):
         offload.apply(loop.model, "selective", conductor=enough, device_limit="1kB", min_numel=1, **options)
-    handle = offload.apply(loop.model, conductor=enough, **options)
-    loop.train(1)
-    assert loop.optimizer.placed.streamed.ring_bytes == ring
-    handle.remove()
+    with offload.apply(loop.model, conductor=enough, **options):
+        loop.train(1)
+        assert loop.optimizer.placed.streamed.ring_bytes == ring
 
 
 def test_where_a_state_does_not_fit_on_the_device_all_goes_on_until_remove_is_called_again(

@@ -21,6 +21,7 @@ from offload.optim.cpu_step import CpuBucket
 from offload.optim.streamed_step import StreamedBucket
 from offload.params.worker import Worker
 from tests.unit.optim.rig import (
+    FUSED,
     assert_same_bits,
     backward,
     broken_off,
@@ -31,8 +32,6 @@ from tests.unit.optim.rig import (
     train,
     weights,
 )
-
-FUSED = {"lr": 1e-2, "fused": True}
 
 
 # -- arguments -----------------------------------------------------------------------------------------------
@@ -75,7 +74,7 @@ def test_an_argument_that_cannot_work_is_refused_before_anything_is_pinned(
 ) -> None:
     engine = OffloadEngine(device=SimDevice())
     with pytest.raises(ValueError, match=message):
-        hybrid(net(), engine=engine, **options)
+        hybrid(net(), engine=engine, **{"offload_fraction": 0.5, **options})
     assert engine.arena.held_bytes == 0
 
 
@@ -106,16 +105,17 @@ def test_too_little_host_memory_is_said_with_both_numbers_and_nothing_stays_pinn
             r"10,000 bytes are free"
         ),
     ):
-        hybrid(net(), offload_fraction=1.0, cpu_share=share, engine=engine)
+        hybrid(net(), cpu_share=share, engine=engine)
     assert engine.arena.stats().lent_bytes == 0
 
 
 # -- gradients -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("overlap", ["step", "forward"])
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_a_sparse_gradient_is_refused_by_name_before_anything_is_stepped(share: float) -> None:
+def test_a_sparse_gradient_is_refused_by_name_before_anything_is_stepped(share: float, overlap: str) -> None:
     embedding, linear = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4)
     model = nn.Sequential(embedding, linear)
-    optimizer = hybrid(model, offload_fraction=1.0, cpu_share=share, model=model)
+    optimizer = hybrid(model, cpu_share=share, model=model, overlap=overlap)
     before = weights(model, optimizer)
     model(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(
@@ -209,14 +209,7 @@ def test_an_error_on_a_worker_is_raised_in_the_next_call_says_what_it_means_and_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, reference = net(), net()
-    optimizer = hybrid(
-        model,
-        offload_fraction=1.0,
-        cpu_share=1.0,
-        model=model,
-        bucket_bytes=8192,
-        overlap="forward",
-    )
+    optimizer = hybrid(model, cpu_share=1.0, model=model, bucket_bytes=8192, overlap="forward")
     train(model, optimizer, 2)
     saved = {
         "model": {key: value.clone() for key, value in model.state_dict().items()},
@@ -246,7 +239,7 @@ def test_an_error_on_a_worker_is_raised_in_the_next_call_says_what_it_means_and_
 
 
 def test_an_optimizer_that_failed_can_be_closed(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = hybrid(model, offload_fraction=1.0, cpu_share=1.0, model=model)
+    optimizer = hybrid(model, cpu_share=1.0, model=model)
     monkeypatch.setattr(CpuBucket, "step", failing(CpuBucket.step, 1))
     backward(model, 0)
     optimizer.step()
@@ -257,13 +250,12 @@ def test_an_optimizer_that_failed_can_be_closed(model: nn.Module, monkeypatch: p
 @pytest.mark.parametrize("executor", get_args(ExecutorName))
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_closing_after_a_failure_gives_memory_back_only_when_its_copies_have_ended(
-    monkeypatch: pytest.MonkeyPatch, executor: ExecutorName, share: float
+    monkeypatch: pytest.MonkeyPatch, executor: ExecutorName, share: float, model: nn.Module
 ) -> None:
     """The buckets before the one that failed are still on their way when the next tenant of an engine is lent
     their bytes."""
     mine = engine(executor)
-    model = net()
-    optimizer = hybrid(model, offload_fraction=1.0, cpu_share=share, engine=mine, model=model, fused=True)
+    optimizer = hybrid(model, cpu_share=share, engine=mine, model=model, fused=True)
     for kind in (CpuBucket, StreamedBucket):
         last = max(
             (bucket for bucket in optimizer._steps.in_order if isinstance(bucket, kind)),
@@ -300,16 +292,14 @@ def failing_at(last: object, step: Callable[..., None]) -> Callable[..., None]:
 
 @pytest.mark.parametrize("executor", get_args(ExecutorName))
 def test_what_a_bucket_issued_before_it_failed_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, executor: ExecutorName
+    monkeypatch: pytest.MonkeyPatch, executor: ExecutorName, model: nn.Module
 ) -> None:
     """The kernel of a bucket's first param group may run when that of its second fails: it reads gradients
     that go, and writes weights that are about to be loaded."""
-    model = net()
     weight, *others = model.parameters()
     optimizer = hybrid(
         model,
         params=[{"params": [weight]}, {"params": others}],
-        offload_fraction=1.0,
         cpu_share=0.0,
         engine=engine(executor),
         fused=True,
@@ -350,7 +340,6 @@ def test_a_streamed_step_that_breaks_off_leaves_its_slot_its_state_and_its_gradi
     optimizer = hybrid(
         model,
         params=[{"params": [weight]}, {"params": others}],
-        offload_fraction=1.0,
         cpu_share=0.0,
         engine=engine(executor),
         bucket_bytes=1 << 20 if same_bucket else 4096,
@@ -381,7 +370,7 @@ def test_an_optimizer_that_is_dropped_leaves_no_thread_and_no_hook_that_does_any
     gc.collect()
     before = threading.active_count()
     model = net()
-    optimizer: Optimizer | None = hybrid(model, offload_fraction=1.0, cpu_share=0.5, model=model)
+    optimizer: Optimizer | None = hybrid(model, cpu_share=0.5, model=model)
     assert optimizer is not None
     train(model, optimizer, 2)
     assert threading.active_count() == before + 2
@@ -473,5 +462,5 @@ def test_what_was_pinned_before_a_refusal_goes_back() -> None:
     padded = sum(-(-parameter.numel() // 16) * 16 for parameter in net().parameters())
     engine = OffloadEngine(OffloadConfig(host_limit_bytes=10 * padded), device=SimDevice())
     with pytest.raises(HostBudgetError, match="the streamed parameters need"):
-        hybrid(net(), offload_fraction=1.0, cpu_share=0.5, engine=engine)
+        hybrid(net(), cpu_share=0.5, engine=engine)
     assert engine.arena.stats().lent_bytes == 0

@@ -7,13 +7,10 @@ import copy
 import gc
 import inspect
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -22,15 +19,7 @@ from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import OffloadError
 from offload.modules.memory import parts_of
 from offload.optim import FSDPGPUOptimizerWrapper, streamed_step
-from tests.unit.optim.rig import assert_same_bits, backward, batch, broken_off, failing, net
-
-
-def trained(model: nn.Module, optimizer: Any, steps: int, first: int = 0) -> list[torch.Tensor]:
-    for step in range(first, first + steps):
-        backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+from tests.unit.optim.rig import assert_same_bits, backward, batch, broken_off, failing, net, train
 
 
 def wrapped(
@@ -51,8 +40,8 @@ def test_ten_steps_equal_the_optimizer_itself(
     cls: type[Optimizer], options: dict[str, Any], executor: ExecutorName
 ) -> None:
     reference, model = net(), net()
-    expected = trained(reference, cls(reference.parameters(), lr=1e-2, fused=True, **options), 10)  # type: ignore[call-arg]
-    assert_same_bits(trained(model, wrapped(model, cls, executor=executor, **options), 10), expected)
+    expected = train(reference, cls(reference.parameters(), lr=1e-2, fused=True, **options), 10)  # type: ignore[call-arg]
+    assert_same_bits(train(model, wrapped(model, cls, executor=executor, **options), 10), expected)
 
 
 def test_parameters_that_join_or_change_their_group_are_stepped_with_its_values() -> None:
@@ -62,12 +51,12 @@ def test_parameters_that_join_or_change_their_group_are_stepped_with_its_values(
         model = net()
         first, *others = model.parameters()
         optimizer = make(Adam([{"params": [first], "lr": 0.1}], lr=1e-3, fused=True))
-        trained(model, optimizer, 1)
+        train(model, optimizer, 1)
         optimizer.add_param_group({"params": others})
-        trained(model, optimizer, 1)
+        train(model, optimizer, 1)
         one, other = optimizer.param_groups
         one["params"], other["params"] = [others[0]], [first, *others[1:]]
-        found.append(trained(model, optimizer, 2, first=1))
+        found.append(train(model, optimizer, 2, first=1))
     assert_same_bits(found[1], found[0])
     optimizer.close()
 
@@ -88,11 +77,10 @@ def test_a_closure_is_evaluated_once_a_step_and_its_loss_returned(model: nn.Modu
 @pytest.mark.parametrize("executor", get_args(ExecutorName))
 @pytest.mark.parametrize("fails_in", ["the copies in", "the kernel", "the copies out"])
 def test_a_step_that_breaks_off_is_over_when_its_error_arrives(
-    fails_in: str, executor: ExecutorName, monkeypatch: pytest.MonkeyPatch
+    fails_in: str, executor: ExecutorName, monkeypatch: pytest.MonkeyPatch, model: nn.Module
 ) -> None:
     """The second of three buckets. Its caller owns gradients and weights again: it zeroes those, and may load
     these."""
-    model = net()
     optimizer = wrapped(model, executor=executor)
     device = optimizer.engine.device
     with monkeypatch.context() as patch:
@@ -108,7 +96,7 @@ def test_a_step_that_breaks_off_is_over_when_its_error_arrives(
         for of_caller in (parameter.detach(), parameter.grad):
             device.note_write(device.host, of_caller.view(-1).view(torch.uint8))
     optimizer.zero_grad()
-    trained(model, optimizer, 3, first=1)
+    train(model, optimizer, 3, first=1)
     optimizer.close()
 
 
@@ -119,9 +107,8 @@ def test_the_device_holds_three_buckets_whatever_the_number_of_parameters(model:
     optimizer = wrapped(model)
     assert optimizer.ring_bytes <= 3 * 4 * 2048
     device = optimizer.engine.device
-    assert isinstance(device, SimDevice)
     before = device.active_bytes()
-    trained(model, optimizer, 1)
+    train(model, optimizer, 1)
     leaves = sum(4 * parameter.numel() for parameter in model.parameters())
     assert device.active_bytes() <= before + 2 * leaves, (
         "weights and gradients are host memory that the checker has met"
@@ -151,18 +138,18 @@ def test_param_groups_zero_grad_and_schedulers_are_the_optimizers_own() -> None:
 def test_state_goes_out_and_in_again_and_a_plain_optimizers_state_is_taken_over() -> None:
     reference, model = net(), net()
     plain = AdamW(reference.parameters(), lr=1e-2, fused=True)
-    trained(reference, plain, 2)
+    train(reference, plain, 2)
     model.load_state_dict(reference.state_dict())
     optimizer = wrapped(model, AdamW)
     optimizer.load_state_dict(plain.state_dict())
-    expected = trained(reference, plain, 2, first=2)
-    assert_same_bits(trained(model, optimizer, 2, first=2), expected)
+    expected = train(reference, plain, 2, first=2)
+    assert_same_bits(train(model, optimizer, 2, first=2), expected)
 
     again = net()
     again.load_state_dict(model.state_dict())
     other = wrapped(again, AdamW)
     other.load_state_dict(optimizer.state_dict())
-    assert_same_bits(trained(again, other, 2, first=4), trained(reference, plain, 2, first=4))
+    assert_same_bits(train(again, other, 2, first=4), train(reference, plain, 2, first=4))
     with pytest.raises(ValueError, match="different number of parameter groups"):
         other.load_state_dict({"state": {}, "param_groups": []})
 
@@ -189,15 +176,8 @@ def test_what_cannot_be_streamed_is_refused() -> None:
 
 
 # -- FSDP2 ---------------------------------------------------------------------------------------------------
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.req("S3-46")
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_sharded_parameters_are_stepped_and_their_state_is_sharded() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -210,7 +190,7 @@ def test_sharded_parameters_are_stepped_and_their_state_is_sharded() -> None:
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = wrapped(model, AdamW)
-    expected = trained(reference, AdamW(reference.parameters(), lr=1e-2, fused=True), 3)
+    expected = train(reference, AdamW(reference.parameters(), lr=1e-2, fused=True), 3)
     for step in range(3):
         model(batch(step)).square().mean().backward()
         optimizer.step()
@@ -226,7 +206,7 @@ def test_sharded_parameters_are_stepped_and_their_state_is_sharded() -> None:
     assert optimizer.state_dict()["state"][0]["exp_avg"].to_local().equal(state[0]["exp_avg"].to_local())
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
 def test_gradients_of_shards_are_counted_and_stepped_as_they_are_whatever_they_were_reduced_in(
     reduce_dtype: torch.dtype | None,
@@ -294,13 +274,13 @@ def test_a_checkpoint_library_finds_the_true_bytes_and_leaves_them(through: str)
     found = []
     for wrap in (False, True):
         model, optimizer, inner = with_inner(wrap)
-        trained(model, optimizer, 3)
+        train(model, optimizer, 3)
         given = inner if through == "inner" else optimizer
         saved: Any = copy.deepcopy(get_optimizer_state_dict(model, given))
         values = [each.clone().view(-1) for entry in saved["state"].values() for each in entry.values()]
-        trained(model, optimizer, 1, first=3)
+        train(model, optimizer, 1, first=3)
         set_optimizer_state_dict(model, given, saved)
-        found.append([*values, *trained(model, optimizer, 2, first=4)])
+        found.append([*values, *train(model, optimizer, 2, first=4)])
     assert_same_bits(found[1], found[0])
 
 
@@ -313,7 +293,7 @@ def test_hooks_state_and_loads_of_the_wrapped_optimizer_count() -> None:
         calls: list[str] = []
         inner.register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))  # type: ignore[misc]
         inner.register_step_post_hook(lambda *_, calls=calls: calls.append("after"))  # type: ignore[misc]
-        trained(model, optimizer, 2)
+        train(model, optimizer, 2)
         assert calls == ["before", "after"] * 2
         late = nn.Parameter(torch.ones(50))
         optimizer.add_param_group({"params": [late]})
@@ -326,13 +306,13 @@ def test_hooks_state_and_loads_of_the_wrapped_optimizer_count() -> None:
         }
         inner.load_state_dict(saved)
         late.grad = torch.ones(50)
-        weights = trained(model, optimizer, 1, first=2)
+        weights = train(model, optimizer, 1, first=2)
         with torch.no_grad():  # between steps it is the user's
             inner.state[late]["exp_avg"].mul_(0.5)
             inner.state[late]["step"].fill_(9)
             inner.state[next(model.parameters())] = {}
         late.grad = torch.ones(50)
-        weights += trained(model, optimizer, 1, first=3)
+        weights += train(model, optimizer, 1, first=3)
         found.append(
             [*weights, late.detach(), inner.state[late]["step"].view(1), inner.state[late]["exp_avg"].clone()]
         )
@@ -343,30 +323,29 @@ def test_a_wrapper_that_is_closed_leaves_the_optimizer_its_state() -> None:
     found = []
     for wrap in (False, True):
         model, optimizer, inner = with_inner(wrap)
-        trained(model, optimizer, 2)
+        train(model, optimizer, 2)
         if wrap:
             optimizer.close()
             with pytest.raises(OffloadError, match="the wrapper was closed; step the optimizer itself"):
                 optimizer.step()
-        found.append(trained(model, inner, 2, first=2))
+        found.append(train(model, inner, 2, first=2))
     assert_same_bits(found[1], found[0])
 
 
 def test_a_replaced_parameter_is_let_go_and_a_scheduler_takes_the_wrapper() -> None:
     model, optimizer, _ = with_inner(wrap=True)
-    assert isinstance(model, nn.Sequential)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     held = optimizer._part.host_bytes
     replaced: list[weakref.ref[torch.Tensor]] = []
     for number in range(6):
-        trained(model, optimizer, 1, first=number)
+        train(model, optimizer, 1, first=number)
         replaced += [weakref.ref(parameter) for parameter in model[4].parameters()]
         for parameter in model[4].parameters():
             replaced.append(weakref.ref(optimizer.state.pop(parameter)["exp_avg"]))
         del parameter
         model[4] = nn.Linear(48, 7)
         optimizer.param_groups[0]["params"] = list(model.parameters())
-    trained(model, optimizer, 1)
+    train(model, optimizer, 1)
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 5e-3
     gc.collect()

@@ -16,9 +16,18 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from offload.client import Phase
 from offload.optim import HybridDeviceOptimizer
 from offload.optim.placing import Place
-from tests.unit.optim.rig import assert_same_bits, backward, hybrid, net, run, train, weights
+from tests.unit.optim.rig import (
+    FUSED,
+    assert_same_bits,
+    assert_torchs_bits,
+    backward,
+    hybrid,
+    net,
+    run,
+    train,
+    weights,
+)
 
-FUSED = {"lr": 1e-2, "fused": True}
 PLACES = [
     pytest.param({"offload_fraction": 1.0, "cpu_share": 1.0}, id="cpu"),
     pytest.param({"offload_fraction": 1.0, "cpu_share": 0.0}, id="streamed"),
@@ -106,7 +115,6 @@ def test_any_torch_optimizer_may_step_the_hosts_part(cls: type[Optimizer], atomi
     found = run(
         lambda model: hybrid(
             model,
-            offload_fraction=1.0,
             cpu_optimizer_cls=cls,
             atomic_step=atomic,
             model=model,
@@ -125,7 +133,7 @@ def test_sgd_of_half_precision_is_not_stepped_by_torchs_kernel_that_changes_noth
     """pytorch#191763."""
     options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
     models = [net(dtype) for _ in range(2)]
-    ours = hybrid(models[0], offload_fraction=1.0, cpu_optimizer_cls=SGD, atomic_step=atomic, **options)
+    ours = hybrid(models[0], cpu_optimizer_cls=SGD, atomic_step=atomic, **options)
     plain = SGD(models[1].parameters(), **options, foreach=False)
     assert_same_bits(train(models[0], ours, 3), train(models[1], plain, 3))
     for mine, its in zip(ours.state_dict()["state"].values(), plain.state.values(), strict=True):
@@ -168,7 +176,6 @@ def test_masters_in_fp32_are_stepped_and_the_weights_are_their_rounding(
     for step in range(5):
         backward(model, step)
         for master, parameter in zip(reference, model.parameters(), strict=True):
-            assert parameter.grad is not None
             master.grad = parameter.grad.float()
         expected.step()
         optimizer.step()
@@ -245,7 +252,7 @@ def test_there_is_an_optimizer_a_bucket_and_one_in_all_where_a_step_is_atomic() 
 
 
 @pytest.mark.req("S3-29")
-def test_the_arguments_and_their_defaults_are_megatrons() -> None:
+def test_the_arguments_and_their_defaults_are_megatrons(model: nn.Module) -> None:
     parameters = inspect.signature(HybridDeviceOptimizer).parameters.values()
     positional = [
         (one.name, one.default) for one in parameters if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -260,7 +267,6 @@ def test_the_arguments_and_their_defaults_are_megatrons() -> None:
         ("pin_cpu_params", True),
         ("overlap_cpu_optimizer_d2h_h2d", True),
     ]
-    model = net()
     optimizer = HybridDeviceOptimizer(
         model.parameters(), 0.5, Adam, Adam, False, True, True, True, lr=1e-3, betas=(0.8, 0.9)
     )
@@ -283,7 +289,7 @@ def test_the_arguments_and_their_defaults_are_megatrons() -> None:
 def test_only_what_is_asked_for_is_pinned(model: nn.Module, params: bool, grads: bool) -> None:
     """float32 AdamW: 12 bytes an element of weights and moments, 4 of gradients. Lent by the arena is what
     would be pinned."""
-    optimizer = hybrid(model, offload_fraction=1.0, cpu_share=1.0, pin_cpu_params=params, pin_cpu_grads=grads)
+    optimizer = hybrid(model, cpu_share=1.0, pin_cpu_params=params, pin_cpu_grads=grads)
     padded = sum(-(-parameter.numel() // 16) * 16 for parameter in model.parameters())
     assert optimizer.engine.arena.stats().lent_bytes == padded * (12 * params + 4 * grads)
     assert optimizer.host_bytes == 16 * padded
@@ -296,14 +302,7 @@ def test_closing_gives_every_byte_back_and_leaves_no_thread(masters: bool) -> No
     gc.collect()
     before = threading.active_count()
     model = net(torch.bfloat16)
-    optimizer = hybrid(
-        model,
-        offload_fraction=1.0,
-        cpu_share=0.5,
-        param_update_in_fp32=masters,
-        model=model,
-        max_grad_norm=1.0,
-    )
+    optimizer = hybrid(model, cpu_share=0.5, param_update_in_fp32=masters, model=model, max_grad_norm=1.0)
     train(model, optimizer, 3)
     assert threading.active_count() == before + 2
     optimizer.close()
@@ -324,13 +323,11 @@ def test_a_scheduler_moves_every_place(options: dict[str, Any]) -> None:
             optimizer.zero_grad()
         return weights(model, optimizer)
 
-    reference, model = net(), net()
-    expected = trained(reference, AdamW(reference.parameters(), **FUSED))
-    assert_same_bits(trained(model, hybrid(model, model=model, **options)), expected)
+    assert_torchs_bits(trained, **options)
 
 
 @pytest.mark.parametrize("options", PLACES)
-def test_groups_keep_their_own_keys_and_values(options: dict[str, Any]) -> None:
+def test_groups_keep_their_own_keys_and_values(options: dict[str, Any], model: nn.Module) -> None:
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         first, *rest = model.parameters()
         return [
@@ -339,7 +336,6 @@ def test_groups_keep_their_own_keys_and_values(options: dict[str, Any]) -> None:
         ]
 
     expected = run(lambda model: AdamW(groups(model), **FUSED))
-    model = net()
     optimizer = hybrid(model, params=groups(model), **options)
     assert_same_bits(train(model, optimizer, 4), expected)
     assert optimizer.param_groups[0]["name"] == "input"
@@ -361,7 +357,7 @@ def test_a_group_added_between_steps_is_trained(options: dict[str, Any]) -> None
 
 
 def test_a_group_that_cannot_be_added_leaves_the_optimizer_as_it_was(model: nn.Module) -> None:
-    optimizer = hybrid(model, params=list(model.parameters())[:2], offload_fraction=1.0)
+    optimizer = hybrid(model, params=list(model.parameters())[:2])
     wrong = nn.Parameter(torch.zeros(4, 4).expand(4, 4).as_strided((4, 4), (0, 1)))
     with pytest.raises(ValueError, match=r"parameter 2 .* leave gaps or overlap"):
         optimizer.add_param_group({"params": [wrong]})
@@ -428,9 +424,8 @@ def test_a_closure_is_evaluated_once_a_step(options: dict[str, Any], monkeypatch
 @pytest.mark.parametrize("options", PLACES[:-1])
 @pytest.mark.parametrize("attached", [True, False])
 def test_zero_grad_works_both_ways_and_clears_decoupled_gradients(
-    options: dict[str, Any], attached: bool
+    options: dict[str, Any], attached: bool, model: nn.Module
 ) -> None:
-    model = net()
     optimizer = hybrid(model, model=model if attached else None, **options)
     backward(model, 0)
     for parameter in model.parameters():
@@ -451,9 +446,7 @@ def test_gradients_zeroed_in_place_while_the_step_runs_do_not_reach_it(options: 
             optimizer.zero_grad(set_to_none=False)
         return weights(model, optimizer)
 
-    reference, model = net(), net()
-    expected = trained(reference, AdamW(reference.parameters(), **FUSED))
-    assert_same_bits(trained(model, hybrid(model, model=model, **options)), expected)
+    assert_torchs_bits(trained, **options)
 
 
 @pytest.mark.req("S3-37")
@@ -503,14 +496,11 @@ def test_a_parameter_without_a_gradient_is_left_alone_and_keeps_its_own_count(
             optimizer.zero_grad()
         return weights(model, optimizer)
 
-    reference, model = net(), net()
-    expected = trained(reference, AdamW(reference.parameters(), **FUSED))
-    optimizer = hybrid(model, overlap_cpu_optimizer_d2h_h2d=overlap, **options)
-    assert_same_bits(trained(model, optimizer), expected)
+    assert_torchs_bits(trained, attached=False, overlap_cpu_optimizer_d2h_h2d=overlap, **options)
 
 
 def test_a_step_without_any_gradient_changes_nothing(model: nn.Module) -> None:
-    optimizer = hybrid(model, offload_fraction=1.0)
+    optimizer = hybrid(model)
     before = weights(model, optimizer)
     optimizer.step()
     assert_same_bits(weights(model, optimizer), before)
@@ -518,7 +508,7 @@ def test_a_step_without_any_gradient_changes_nothing(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_closed_optimizer_has_no_bytes_on_the_host(share: float) -> None:
-    optimizer = hybrid(net(), offload_fraction=1.0, cpu_share=share)
+    optimizer = hybrid(net(), cpu_share=share)
     assert optimizer.host_bytes > 0
     optimizer.close()
     assert optimizer.host_bytes == 0
@@ -526,7 +516,7 @@ def test_a_closed_optimizer_has_no_bytes_on_the_host(share: float) -> None:
 
 def test_a_dummy_step_knows_a_parameter_that_was_put_into_a_group_since(model: nn.Module) -> None:
     *others, last = model.parameters()
-    optimizer = hybrid(model, params=others, offload_fraction=1.0)
+    optimizer = hybrid(model, params=others)
     optimizer.param_groups[0]["params"].append(last)
     optimizer.dummy_step()
     assert set(optimizer.state) == {*others, last}
@@ -588,7 +578,7 @@ def test_parameters_without_elements_are_no_trouble() -> None:
 
 
 def test_the_order_error_of_autograd_still_sees_a_step_between_forward_and_backward(model: nn.Module) -> None:
-    optimizer = hybrid(model, offload_fraction=1.0, model=model)
+    optimizer = hybrid(model, model=model)
     backward(model, 0)
     loss = model(torch.randn(8, 33)).square().mean()
     optimizer.step()
@@ -616,7 +606,7 @@ def test_masters_follow_weights_that_are_loaded_without_state(options: dict[str,
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_update_fp32_param_by_new_param_sees_what_torch_cannot(share: float) -> None:
     model = net(torch.bfloat16)
-    optimizer = hybrid(model, offload_fraction=1.0, param_update_in_fp32=True, cpu_share=share)
+    optimizer = hybrid(model, param_update_in_fp32=True, cpu_share=share)
     train(model, optimizer, 1)
     for parameter in model.parameters():
         parameter.data.fill_(2.0)
@@ -631,7 +621,7 @@ def test_a_weight_written_with_the_rounding_of_its_master_does_not_cost_the_mast
 ) -> None:
     """A checkpoint's weights and its optimizer state may be loaded in either order."""
     model = net(torch.bfloat16)
-    optimizer = hybrid(model, offload_fraction=1.0, param_update_in_fp32=True, cpu_share=share, lr=1e-4)
+    optimizer = hybrid(model, param_update_in_fp32=True, cpu_share=share, lr=1e-4)
     train(model, optimizer, 3)
     first = next(model.parameters())
     before = optimizer.state[first]["master_param"].clone()
@@ -645,7 +635,7 @@ def test_a_weight_written_with_the_rounding_of_its_master_does_not_cost_the_mast
 def test_a_parameter_that_was_given_new_memory_is_found_again() -> None:
     reference, model = net(), net()
     expected = AdamW(reference.parameters(), **FUSED)
-    optimizer = hybrid(model, offload_fraction=1.0)
+    optimizer = hybrid(model)
     for step in range(4):
         if step == 2:
             for parameter in model.parameters():
@@ -658,7 +648,7 @@ def test_a_parameter_that_was_given_new_memory_is_found_again() -> None:
 # -- warnings ------------------------------------------------------------------------------------------------
 def test_overlap_that_was_asked_for_and_is_not_done_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        hybrid(net(), offload_fraction=1.0, cpu_optimizer_cls=torch.optim.RMSprop)
+        hybrid(net(), cpu_optimizer_cls=torch.optim.RMSprop)
     assert "RMSprop is stepped whole before any weight returns, not overlapped" in caplog.text
     assert "atomic_step=False overlaps it" in caplog.text
 
@@ -670,22 +660,18 @@ def test_groups_with_and_without_amsgrad_share_a_bucket(share: float) -> None:
         return [{"params": [first]}, {"params": rest, "amsgrad": True}]
 
     expected = run(lambda model: AdamW(groups(model), **FUSED))
-    found = run(
-        lambda model: hybrid(
-            model, params=groups(model), offload_fraction=1.0, cpu_share=share, bucket_bytes=1 << 20
-        )
-    )
+    found = run(lambda model: hybrid(model, params=groups(model), cpu_share=share, bucket_bytes=1 << 20))
     assert_same_bits(found, expected)
 
 
 def test_without_a_gradient_the_norm_is_a_zero_as_torchs(model: nn.Module) -> None:
-    optimizer = hybrid(model, offload_fraction=1.0)
+    optimizer = hybrid(model)
     norm, torchs = optimizer.clip_grad_norm_(1.0), nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert (norm.shape, norm.dtype, float(norm)) == (torchs.shape, torchs.dtype, float(torchs))
     optimizer.close()
 
 
-def test_what_a_state_dict_has_beside_tensors_is_a_copy_of_it() -> None:
+def test_what_a_state_dict_has_beside_tensors_is_a_copy_of_it(model: nn.Module) -> None:
     class Noting(AdamW):
         def step(self, closure: Any = None) -> Any:
             found = super().step(closure)
@@ -693,8 +679,7 @@ def test_what_a_state_dict_has_beside_tensors_is_a_copy_of_it() -> None:
                 entry.setdefault("seen", []).append(1)
             return found
 
-    model = net()
-    optimizer = hybrid(model, offload_fraction=1.0, cpu_share=1.0, cpu_optimizer_cls=Noting)
+    optimizer = hybrid(model, cpu_share=1.0, cpu_optimizer_cls=Noting)
     train(model, optimizer, 1)
     saved = optimizer.state_dict()["state"][0]["seen"]
     train(model, optimizer, 1)

@@ -3,15 +3,12 @@ tests/integration/test_optim_ranks.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -22,18 +19,11 @@ from offload.params.view import is_laid_out_as
 from tests.unit.optim.rig import hybrid
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def test_without_a_process_group_there_is_one_rank() -> None:
     assert not parts.several_ranks()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_a_group_of_one_is_one_rank() -> None:
     assert not parts.several_ranks()
 
@@ -62,7 +52,7 @@ def test_a_split_parameter_is_one_over_several_ranks() -> None:
         )  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_a_gradient_laid_out_otherwise_is_seen() -> None:
     mesh = init_device_mesh("cpu", (1,))
     sharded, replicated = (
@@ -73,14 +63,14 @@ def test_a_gradient_laid_out_otherwise_is_seen() -> None:
     assert is_laid_out_as(torch.ones(4), torch.ones(4))
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("how", ["its local tensor", "clipped", "unscaled", "data"])
 def test_a_shard_that_is_written_past_its_gradient_breaks_the_promise(how: str) -> None:
     """The local tensor counts its own writes: the DTensor's counter stays. Calls with lists of DTensors, as
     clipping and a GradScaler make, move none of the two."""
     mesh, model = init_device_mesh("cpu", (1,)), nn.Linear(64, 64, bias=False)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate()]))
-    optimizer = hybrid(model, model=model, overlap="backward")
+    optimizer = hybrid(model, offload_fraction=0.5, model=model, overlap="backward")
     optimizer.last_microbatch = True
     model(distribute_tensor(torch.ones(8, 64), mesh, [Replicate()])).sum().backward()
     gradient: Any = model.weight.grad

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from offload import CaptureError, HazardError
-from offload.device.sim import ExecutorName, SimDevice, SimGraph
+from offload.device.sim import ExecutorName, SimGraph
 from offload.optim import HybridDeviceOptimizer
 from tests.unit.optim.rig import assert_same_bits, backward, batch, engine, hybrid, net
 
@@ -33,7 +33,6 @@ class Graphed:
     ) -> None:
         self.model = net()
         self.engine = engine(executor, seed=seed, without=without)
-        assert isinstance(self.engine.device, SimDevice)
         self.device = self.engine.device
         self.optimizer = hybrid(
             self.model,
@@ -216,7 +215,6 @@ def test_gradients_of_a_captured_backward_leave_at_the_step(early: bool) -> None
     with graphed.engine.capturing(), graphed.device.capture():
         backward(graphed.model, 0)
     for parameter in graphed.model.parameters():
-        assert parameter.grad is not None
         parameter.grad.data.mul_(0)  # as a replay writes them: no version moves
     graphed.optimizer.step()
     for parameter in reference.parameters():

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from offload.optim.parts import _View
-from tests.unit.optim.rig import assert_same_bits, backward, hybrid, net, train
+from tests.unit.optim.rig import FUSED, assert_same_bits, backward, hybrid, net, train
 
-FUSED = {"lr": 1e-2, "fused": True}
 SPLITS: list[dict[str, Any]] = [
     {"offload_fraction": 1.0, "cpu_share": 1.0},
     {"offload_fraction": 1.0, "cpu_share": 0.0},
@@ -77,7 +76,7 @@ def test_a_run_goes_on_with_the_same_bits_in_any_split_and_any_fraction(
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 def test_masters_keep_their_precision_in_either_order_of_loading(order: str) -> None:
     model = net(torch.bfloat16)
-    optimizer = hybrid(model, offload_fraction=1.0, param_update_in_fp32=True, lr=1e-4)
+    optimizer = hybrid(model, param_update_in_fp32=True, lr=1e-4)
     train(model, optimizer, 3)
     saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     expected = train(model, optimizer, 2, first=3)
@@ -85,7 +84,7 @@ def test_masters_keep_their_precision_in_either_order_of_loading(order: str) -> 
     other = net(torch.bfloat16)
     with torch.no_grad():
         next(other.parameters()).zero_()
-    loader = hybrid(other, offload_fraction=1.0, param_update_in_fp32=True, lr=1e-4)
+    loader = hybrid(other, param_update_in_fp32=True, lr=1e-4)
     steps = [
         lambda: other.load_state_dict(saved["model"]),
         lambda: loader.load_state_dict(saved["optimizer"]),
@@ -117,10 +116,9 @@ def test_state_of_a_plain_torch_optimizer_goes_in_and_ours_goes_out_to_one(optio
     "cls", [torch.optim.RMSprop, torch.optim.Adafactor, torch.optim.SGD], ids=lambda cls: cls.__name__
 )
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_state_of_any_class_round_trips(cls: type[Optimizer], fraction: float) -> None:
+def test_state_of_any_class_round_trips(cls: type[Optimizer], fraction: float, model: nn.Module) -> None:
     options: dict[str, Any] = {"offload_fraction": fraction, "cpu_optimizer_cls": cls}
     options |= {"momentum": 0.9} if cls is torch.optim.SGD else {}
-    model = net()
     optimizer = hybrid(model, **options)
     train(model, optimizer, 3)
     saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
@@ -151,7 +149,7 @@ def test_state_has_the_shapes_of_its_parameters_and_the_values_of_torchs(options
 def test_a_state_dict_is_a_copy_that_later_steps_leave_alone(model: nn.Module) -> None:
     """And each tensor in it has the memory of its own elements: copies by deepcopy() had all of the flat
     memory of a section, up to 1 GiB, in memory and in a file."""
-    optimizer = hybrid(model, offload_fraction=1.0, model=model)
+    optimizer = hybrid(model, model=model)
     train(model, optimizer, 2)
     state = optimizer.state_dict()
     copies = [value for of in state["state"].values() for value in of.values()]
@@ -212,7 +210,7 @@ def another(what: str, state: dict[str, Any]) -> dict[str, Any]:
 )
 def test_the_state_dict_of_another_model_is_refused_before_anything_changes(what: str, message: str) -> None:
     model, reference = net(), net()
-    optimizer = hybrid(model, offload_fraction=1.0, model=model)
+    optimizer = hybrid(model, model=model)
     train(model, optimizer, 2)
     saved = optimizer.state_dict()
     saved["param_groups"][0]["lr"] = 77.0
@@ -223,7 +221,7 @@ def test_the_state_dict_of_another_model_is_refused_before_anything_changes(what
 
 
 def test_torchs_hooks_around_state_dicts_are_called(model: nn.Module) -> None:
-    optimizer = hybrid(model, offload_fraction=1.0)
+    optimizer = hybrid(model)
     seen: list[str] = []
     optimizer.register_state_dict_pre_hook(lambda _: seen.append("before saving"))
     optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append("before loading"))
@@ -235,14 +233,14 @@ def test_torchs_hooks_around_state_dicts_are_called(model: nn.Module) -> None:
 def test_a_model_saved_while_the_step_is_under_way_has_the_new_weights() -> None:
     reference, model = net(), net()
     expected = train(reference, AdamW(reference.parameters(), **FUSED), 1)
-    optimizer = hybrid(model, offload_fraction=1.0, model=model)
+    optimizer = hybrid(model, model=model)
     backward(model, 0)
     optimizer.step()
     assert_same_bits([value.clone() for value in model.state_dict().values()], expected)
 
 
 def test_what_is_no_tensor_in_a_state_is_copied_too(model: nn.Module) -> None:
-    optimizer = hybrid(model)
+    optimizer = hybrid(model, offload_fraction=0.5)
     backward(model, 0)
     optimizer.step()
     note = [1, 2]

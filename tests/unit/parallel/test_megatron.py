@@ -269,7 +269,6 @@ def test_order_of_arguments_is_read_from_them_and_else_from_the_version(
         version(loaded)
     Interface.init_chunk_handler(*arguments, **keywords)
     chunk = manager.cur_forward_chunk()
-    assert chunk is not None
     assert (chunk.id.stage, chunk.min_offloaded_tensor_size) == (stage, 7)
     seen = manager.settings
     assert settings == (
@@ -325,7 +324,6 @@ def test_every_way_to_close_a_group_sends_its_bytes_and_passes_the_gradient(
     else:
         y = Interface.group_offload(y, "core_attn")
     y.sum().backward()
-    assert source.grad is not None
     assert torch.equal(source.grad, leaf().detach().cos())
     assert spilled(manager) == BYTES
 
@@ -376,9 +374,8 @@ def test_tagged_tensor_stays_and_its_neighbour_leaves(
     assert spilled(manager) == BYTES
 
 
-def test_a_wrapper_whose_data_cannot_be_asked_for_leaves_as_any_other(
-    manager: PipelineOffloadManager,
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_a_wrapper_whose_data_cannot_be_asked_for_leaves_as_any_other() -> None:
     def empty() -> tuple[Tensor, ...]:
         raise RuntimeError("no data")
 
@@ -448,9 +445,8 @@ def test_delay_of_0_19_inside_a_replay_waits_for_the_flush(manager: PipelineOffl
     Interface.exit_replay()
 
 
-def test_group_inside_a_capture_is_refused_unless_offloading_is_off(
-    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_group_inside_a_capture_is_refused_unless_offloading_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_page, "is_graph_capturing", lambda: True)
     begin()
     with pytest.raises(
@@ -486,9 +482,8 @@ def test_group_inside_a_capture_that_a_region_watches_is_captured(monkeypatch: p
     manager.close()
 
 
-def test_graph_stream_and_event_need_a_gpu(
-    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_graph_stream_and_event_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for ask in (
         Interface.cuda_graph_stream,

@@ -102,12 +102,7 @@ def test_where_no_mode_fits_the_ways_out_are_named_with_what_they_need(
         assert "- --zero 1 with --dp 2 or more" in said
     assert code == 3
     assert f"no mode fits {total:.1f} GB: --offload {least['mode']} needs" in said
-    for way in (
-        "With HybridDeviceOptimizer",
-        'weights="host"',
-        "- FSDP2 cuts",
-        "- LoRA has",
-    ):
+    for way in ("With HybridDeviceOptimizer", 'weights="host"', "- FSDP2 cuts", "- LoRA has"):
         assert way in said.split("no mode fits")[1], way
     code, said, _ = asked(capsys, *smaller, "--offload", least["mode"], "--optimizer-bytes", "0")
     assert code == 0, "the first way out leads out"

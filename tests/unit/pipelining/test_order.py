@@ -44,8 +44,7 @@ def test_gpipe_runs_all_forwards_and_then_all_backwards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "expected"),
-    [(0, "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3"), (1, "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")],
+    ("rank", "expected"), [(0, "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3"), (1, "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")]
 )
 def test_one_forward_one_backward_starts_with_microbatch_zero_on_every_stage(
     rank: int, expected: str

@@ -254,7 +254,6 @@ def test_a_plan_of_mode_auto_says_how_much_an_input_half_leaves_and_gradients_ar
             assert step == 0 or peak_bytes <= 14 * SAVE
             rooms.append(manager.engine.limits.again_room_bytes)
         plan = pipeline.handles[0].explain().plan
-        assert plan is not None
         assert rooms[0] == 0, "the total holds before there is a plan"
         assert rooms[-1] == plan.again_room_bytes > 0
         reads = {(block.w_bytes, block.passed_bytes) for block in plan.problem.blocks[1, 0]}
@@ -279,8 +278,7 @@ class Wide(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("blocks", "total", "rate", "dear"),
-    [(3, 25_528, 1e7, 1.0), (5, 33_776, 2e7, 2.0), (5, 46_792, 2e7, 1.0)],
+    ("blocks", "total", "rate", "dear"), [(3, 25_528, 1e7, 1.0), (5, 33_776, 2e7, 2.0), (5, 46_792, 2e7, 1.0)]
 )
 def test_what_input_halves_leave_has_its_room_in_each_step_of_every_plan(
     blocks: int, total: int, rate: float, dear: float, monkeypatch: pytest.MonkeyPatch
@@ -302,7 +300,6 @@ def test_what_input_halves_leave_has_its_room_in_each_step_of_every_plan(
             assert step < 2 or (limit is not None and peak <= limit), step
         assert limit == round(0.985 * total), "nothing was over, so nothing is held back"
         plan = handles[0].explain().plan
-        assert plan is not None
         assert plan.left_peak_bytes > 0
 
 

@@ -19,14 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 
 import offload
 import parallel
-from offload import (
-    OffloadConfig,
-    PipelineOffloadManager,
-    configure,
-    group_commit,
-    group_start,
-    offload_hooks,
-)
+from offload import OffloadConfig, PipelineOffloadManager, configure, group_commit, group_start, offload_hooks
 from offload.pipelining.stage import OffloadPipelineStage, actions_of
 from offload.telemetry.speaker import Once
 from parallel.schedules import SCHEDULES, build_schedule
@@ -66,17 +59,30 @@ def example(*, requires_grad: bool = True) -> Tensor:
     return torch.empty(1, WIDTH, device="meta", requires_grad=requires_grad)
 
 
-def stage_of(module: nn.Module, index: int, count: int, listener: Listener | None) -> OffloadPipelineStage:
+def alone(module: nn.Module, index: int = 0, count: int = 1, **options: Any) -> OffloadPipelineStage:
+    """A stage that is told of nobody, unless `announcer` says of whom."""
     inputs = example(requires_grad=index > 0)
     return OffloadPipelineStage(
-        module,
-        index,
-        count,
-        torch.device("cpu"),
-        input_args=inputs,
-        output_args=example(),
-        announcer=listener,
+        module, index, count, torch.device("cpu"), input_args=inputs, output_args=example(), **options
     )
+
+
+def schedule_over(
+    name: str, stages: list[Any], loss_fn: Any = lambda output, target: (output - target).square().sum()
+) -> Any:
+    return build_schedule(SCHEDULES[name], stages, microbatches=MICROBATCHES, loss_fn=loss_fn)
+
+
+def new_manager() -> PipelineOffloadManager:
+    return configure(OffloadConfig(min_offloaded_tensor_size=1), device="sim", print_summary=False)
+
+
+class Marked(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x = group_start(x, "linear")
+        with offload_hooks():
+            y = super().forward(x).tanh()
+        return group_commit(y, "linear")
 
 
 def layer() -> nn.Module:
@@ -86,14 +92,8 @@ def layer() -> nn.Module:
 def pipeline(name: str, listener: Listener | None) -> tuple[Any, list[OffloadPipelineStage]]:
     torch.manual_seed(0)
     count = SCHEDULES[name].default_virtual_stages
-    stages = [stage_of(layer(), index, count, listener) for index in range(count)]
-    schedule = build_schedule(
-        SCHEDULES[name],
-        stages,
-        microbatches=MICROBATCHES,
-        loss_fn=lambda output, target: (output - target).square().sum(),
-    )
-    return schedule, stages
+    stages = [alone(layer(), index, count, announcer=listener) for index in range(count)]
+    return schedule_over(name, stages), stages
 
 
 def run(schedule: Any, *, evaluate: bool = False) -> list[Tensor]:
@@ -251,7 +251,7 @@ def test_a_step_has_nothing_of_one_that_raised_before_a_stage_came_to_read_what_
 
 
 def test_a_stage_that_nobody_has_any_more_is_gone() -> None:
-    gone = weakref.ref(stage_of(layer(), 0, 1, None))
+    gone = weakref.ref(alone(layer(), announcer=None))
     assert gone() is None
 
 
@@ -300,13 +300,8 @@ def test_shapes_that_promise_no_gradient_are_refused() -> None:
     reason="before torch 2.13 each stage decides for itself",
 )
 def test_hidden_forward_for_another_stage_without_shapes_is_refused() -> None:
-    stages = [stage_of(layer(), 0, 2, None), PipelineStage(layer(), 1, 2, torch.device("cpu"))]
-    schedule = build_schedule(
-        SCHEDULES["interleaved1f1b"],
-        stages,
-        microbatches=MICROBATCHES,
-        loss_fn=lambda output, _: output.sum(),
-    )
+    stages = [alone(layer(), 0, 2, announcer=None), PipelineStage(layer(), 1, 2, torch.device("cpu"))]
+    schedule = schedule_over("interleaved1f1b", stages, lambda output, _: output.sum())
     with pytest.raises(ValueError, match="would run a hidden forward"):
         run(schedule)
 
@@ -314,14 +309,6 @@ def test_hidden_forward_for_another_stage_without_shapes_is_refused() -> None:
 def test_stage_is_a_name_of_the_package_and_works_alone_with_the_configured_manager() -> None:
     """As README has it: the name was an AttributeError, and the class announced to nobody unless it was
     told whom."""
-
-    class Marked(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            x = group_start(x, "linear")
-            with offload_hooks():
-                y = super().forward(x).tanh()
-            return group_commit(y, "linear")
-
     PipelineOffloadManager.close_instance()  # an earlier test may have left one
     stage = parallel.OffloadPipelineStage(
         Marked(WIDTH, WIDTH), 0, 1, torch.device("cpu"), input_args=example(), output_args=example()
@@ -329,15 +316,9 @@ def test_stage_is_a_name_of_the_package_and_works_alone_with_the_configured_mana
     PipelineOffloadManager.close_instance()
     assert stage.announcer is None
     try:
-        manager = configure(OffloadConfig(min_offloaded_tensor_size=1), device="sim", print_summary=False)
+        manager = new_manager()
         assert stage.announcer is manager
-        schedule = build_schedule(
-            SCHEDULES["gpipe"],
-            [stage],
-            microbatches=MICROBATCHES,
-            loss_fn=lambda output, target: (output - target).square().sum(),
-        )
-        run(schedule)
+        run(schedule_over("gpipe", [stage]))
         assert manager.step_end().spilled == 2 * MICROBATCHES
     finally:
         PipelineOffloadManager.close_instance()
@@ -346,37 +327,17 @@ def test_stage_is_a_name_of_the_package_and_works_alone_with_the_configured_mana
 
 
 def test_a_stage_without_an_announcer_is_told_so_by_its_marks(caplog: pytest.LogCaptureFixture) -> None:
-    class Marked(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            x = group_start(x, "layer")
-            with offload_hooks():
-                return group_commit(super().forward(x).tanh(), "layer")
-
-    configure(OffloadConfig(min_offloaded_tensor_size=1), device="sim", print_summary=False)
+    new_manager()
     try:
-        schedule = build_schedule(
-            SCHEDULES["gpipe"],
-            [stage_of(Marked(WIDTH, WIDTH), 0, 1, None)],
-            microbatches=MICROBATCHES,
-            loss_fn=lambda output, target: (output - target).square().sum(),
-        )
-        run(schedule)
+        run(schedule_over("gpipe", [alone(Marked(WIDTH, WIDTH), announcer=None)]))
     finally:
         PipelineOffloadManager.close_instance()
     (message,) = caplog.messages
-    assert message.startswith("group 'layer' is started while no chunk is current")
+    assert message.startswith("group 'linear' is started while no chunk is current")
     assert "use OffloadPipelineStage and leave its announcer out" in message
 
 
 # ---- whom a stage finds, and what it tells him of the schedule ----
-
-
-class Marked(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        x = group_start(x, "linear")
-        with offload_hooks():
-            y = super().forward(x).tanh()
-        return group_commit(y, "linear")
 
 
 @pytest.fixture
@@ -385,27 +346,6 @@ def no_manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     PipelineOffloadManager.close_instance()
     yield
     PipelineOffloadManager.close_instance()
-
-
-def new_manager() -> PipelineOffloadManager:
-    return configure(OffloadConfig(min_offloaded_tensor_size=1), device="sim", print_summary=False)
-
-
-def alone(module: nn.Module, index: int = 0, count: int = 1, **options: Any) -> OffloadPipelineStage:
-    """A stage that is told of nobody."""
-    inputs = example(requires_grad=index > 0)
-    return OffloadPipelineStage(
-        module, index, count, torch.device("cpu"), input_args=inputs, output_args=example(), **options
-    )
-
-
-def schedule_over(name: str, stages: list[OffloadPipelineStage]) -> Any:
-    return build_schedule(
-        SCHEDULES[name],
-        stages,
-        microbatches=MICROBATCHES,
-        loss_fn=lambda output, target: (output - target).square().sum(),
-    )
 
 
 @pytest.mark.usefixtures("no_manager")
@@ -491,13 +431,11 @@ def test_a_model_beside_the_stages_has_chunks_of_its_own() -> None:
     judge = nn.Sequential(layer(), layer())
     offload.apply(judge, min_numel=1)
     offload.apply(module, min_numel=1)
-    schedule = build_schedule(
-        SCHEDULES["gpipe"],
-        [alone(module)],
-        microbatches=MICROBATCHES,
-        loss_fn=lambda output, target: (judge(output) - target).square().sum(),
+    run(
+        schedule_over(
+            "gpipe", [alone(module)], lambda output, target: (judge(output) - target).square().sum()
+        )
     )
-    run(schedule)
     begun = [handler.id for handler in manager._handlers.values() if handler.begun]
     assert len(begun) == 2 * MICROBATCHES
     assert len(manager._retired) == 0

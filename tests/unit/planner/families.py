@@ -319,7 +319,6 @@ def run(
     values = values_of(module, x, output)
     del output
     stats = step_end()
-    assert stats is not None
     return Run(values, stats.saved_bytes, len(counting.calls))
 
 

@@ -7,13 +7,7 @@ from typing import Any
 
 import pytest
 
-from offload.planner.profile import (
-    MOST_LEVELS,
-    BlockProfile,
-    SeenCall,
-    TimedCall,
-    settled_seconds,
-)
+from offload.planner.profile import MOST_LEVELS, BlockProfile, SeenCall, TimedCall, settled_seconds
 
 INPUT, GIVEN = 100, 110
 

@@ -22,8 +22,7 @@ def one(tensor: Tensor) -> None:
 
 @pytest.mark.parametrize("change", [negated, one])
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64, torch.int64],
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64, torch.int64]
 )
 def test_a_write_is_found_in_every_type(dtype: torch.dtype, change: Callable[[Tensor], None]) -> None:
     first, second = torch.arange(1, 25).reshape(4, 6), torch.arange(2, 26).reshape(4, 6)

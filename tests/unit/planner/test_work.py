@@ -52,7 +52,6 @@ def test_a_backward_whose_input_half_does_nothing_is_whole_in_its_weight_half() 
     seconds = dict(zip(actions, [2.0, 1e-6, 5.0, 2.0, 3.0, 3.0], strict=True))
     ran = {(stage, 0): [Ran(Profiled(), 1), Ran(Profiled(), 0)] for stage in (0, 1)}
     work = StepWork.of(actions, seconds, ran)
-    assert work is not None
     assert [str(action) for action in work.actions] == [
         str(action) for action in (actions[0], Action("B", 0, 0), *(Action(kind, 1, 0) for kind in "FIW"))
     ]
@@ -82,7 +81,6 @@ def test_a_chunk_of_blocks_without_a_profile_cannot_be_planned_for() -> None:
 def test_a_head_is_a_block_that_saves_nothing_and_wants_room() -> None:
     ran = {(0, 0): [Ran(Profiled(), 0)]}
     work = StepWork.of((F, B), {F: 1.5, B: 3.0}, ran, head_bytes=40)
-    assert work is not None
     head = work.blocks[0, 0][-1]
     assert (head.forward_s, head.menu) == (0.0, (Level("head", 0, 0.0, 40),))
 
@@ -96,7 +94,6 @@ def test_a_split_backward_takes_off_what_each_half_computed_again_and_knows_what
         calls = with_halves([Ran(Profiled(), 0), Ran(Profiled(), 1)], [(40, 30, left)])
         ran = {(0, 0): calls}
         work = StepWork.of(halves, dict(zip(halves, (2.0, 3.0 + 1.0, weight_s), strict=True)), ran)
-        assert work is not None
         blocks = work.blocks[0, 0]
         assert [block.backward_s for block in blocks] == [pytest.approx(2.0)] * 2
         assert [block.weight_part for block in blocks] == [pytest.approx(0.25)] * 2
@@ -104,6 +101,5 @@ def test_a_split_backward_takes_off_what_each_half_computed_again_and_knows_what
     # of a step that recomputes nothing it is not seen, and remembered
     plain = {(0, 0): [Ran(Profiled(), 0)] * 2}
     work = StepWork.of(halves, dict.fromkeys(halves, 2.0), plain, read_parts=read_parts_of(ran))
-    assert work is not None
     assert [(block.w_bytes, block.passed_bytes) for block in work.blocks[0, 0]] == [(40, 30)] * 2
     assert with_halves(calls, [(1, 0, False)] * 2) == calls, "of other calls than these"

@@ -84,8 +84,7 @@ def test_one_layer_with_two_names_and_two_microbatches_has_a_plan() -> None:
 
 @pytest.mark.req("S2-104")
 @pytest.mark.parametrize(
-    ("fraction", "first_kept"),
-    [(0.0, 0), (0.24, 1), (0.25, 1), (0.5, 2), (0.75, 3), (0.9, 4), (1.0, 4)],
+    ("fraction", "first_kept"), [(0.0, 0), (0.24, 1), (0.25, 1), (0.5, 2), (0.75, 3), (0.9, 4), (1.0, 4)]
 )
 def test_the_first_fraction_of_a_chunks_groups_leaves_and_the_rest_stays(
     fraction: float, first_kept: int

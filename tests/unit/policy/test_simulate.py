@@ -3,6 +3,8 @@ the limit."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("hypothesis")
@@ -24,17 +26,40 @@ def order(text: str) -> list[Action]:
     return [parse_action(word) for word in text.split()]
 
 
+def played(
+    actions: str | list[Action],
+    sizes: Any,
+    seconds: list[float],
+    limit: int,
+    *,
+    keeps: Keeps = frozenset(),
+    window: int = 0,
+    half_room: int = 0,
+    rates: Rates = TEN,
+) -> Simulation:
+    """The simulated step; actions: as a list, or as their words. window: room of what comes back ahead."""
+    return simulate(
+        order(actions) if isinstance(actions, str) else actions,
+        sizes,
+        seconds,
+        rates,
+        limit_bytes=limit,
+        keeps=keeps,
+        restoring_room_bytes=window,
+        half_room_bytes=half_room,
+    )
+
+
 def one_pass(limit: int, window: int, kept: set[int] | None = None, text: str = "0F0 0B0") -> Simulation:
     """One chunk of three groups of 10 bytes, a second of compute a group, a second a copy."""
     actions = order(text)
-    return simulate(
+    return played(
         actions,
         THREE_GROUPS,
         [3.0] * len(actions),
-        TEN,
-        limit_bytes=limit,
+        limit,
         keeps=frozenset(GroupKey((0, 0), index) for index in kept or ()),
-        restoring_room_bytes=window,
+        window=window,
     )
 
 
@@ -79,9 +104,7 @@ def test_a_whole_window_on_the_device_fetches_nothing_early() -> None:
     kept = frozenset({GroupKey((0, 0), 1)})
 
     def play(window: int) -> Simulation:
-        return simulate(
-            actions, sizes, [2.0] * 4, TEN, limit_bytes=30, keeps=kept, restoring_room_bytes=window
-        )
+        return played(actions, sizes, [2.0] * 4, 30, keeps=kept, window=window)
 
     # F0 0-2 keeps b, a is out at 2. F1: its a 2-3, out 3-4; its b takes the third room 3-4
     assert play(10).spill_stall_s == 0.0
@@ -98,9 +121,7 @@ def test_a_chunk_is_fetched_back_only_once_its_forward_is_complete() -> None:
 def test_between_the_halves_of_a_split_backward_what_came_back_is_dropped_and_fetched_again() -> None:
     sizes = {(0, 0): [GroupSize(name, 10) for name in "ab"]}
     actions = order("0F0 0I0 0W0")
-    result = simulate(
-        actions, sizes, [2.0] * 3, TEN, limit_bytes=10, keeps=frozenset(), restoring_room_bytes=0
-    )
+    result = played(actions, sizes, [2.0] * 3, 10)
     # F: a 0-1, b waits for 2, 2-3. I: b where it is 3-4, a waits for b out at 4 and its restore at 5, 5-6,
     # dropped. W in forward order: a restored 6-7, 7-8, b restored 8-9, 9-10
     assert result.step_s == pytest.approx(10.0)
@@ -119,15 +140,7 @@ def test_a_group_larger_than_the_limit_shows_in_the_peak() -> None:
 
 def test_compute_is_spread_over_groups_by_their_bytes() -> None:
     sizes = {(0, 0): [GroupSize("big", 30), GroupSize("small", 10)], (0, 1): [GroupSize("next", 10)]}
-    result = simulate(
-        order("0F0 0F1 0B1 0B0"),
-        sizes,
-        [4.0] * 4,
-        TEN,
-        limit_bytes=40,
-        keeps=frozenset(),
-        restoring_room_bytes=0,
-    )
+    result = played("0F0 0F1 0B1 0B0", sizes, [4.0] * 4, 40)
     # big is made in 3 of the 4 s and is out at 6; the next forward needs its room at 4. Made in half of them
     # it would be out at 5
     assert result.spill_stall_s == pytest.approx(2.0)
@@ -139,15 +152,7 @@ def test_a_recompute_waits_for_all_that_its_region_kept_before_it_computes(
 ) -> None:
     sizes = {(0, 0): [GroupSize("a", 10, region), GroupSize("b", 10, region)], (0, 1): [GroupSize("x", 10)]}
     kept = frozenset({GroupKey((0, 1), 0)})
-    result = simulate(
-        order("0F0 0F1 0B1 0B0"),
-        sizes,
-        [2.0, 1.0, 1.0, 2.0],
-        TEN,
-        limit_bytes=20,
-        keeps=kept,
-        restoring_room_bytes=20,
-    )
+    result = played("0F0 0F1 0B1 0B0", sizes, [2.0, 1.0, 1.0, 2.0], 20, keeps=kept, window=20)
     # a 0-1, out 1-2; b 1-2; x takes a's room, 2-3, and is read 3-4. At 4 b is still here and a is fetched,
     # 4-5: beside the compute of b, or, if the recompute reads both before it computes, with nothing beside it
     assert result.step_s == pytest.approx(step_s)
@@ -159,9 +164,7 @@ def test_what_a_recompute_has_read_is_no_longer_counted_while_it_computes() -> N
 
     def play(region: int) -> Simulation:
         sizes = {(0, 0): [GroupSize("a", 10), GroupSize("b", 10, region)]}
-        return simulate(
-            order("0F0 0B0"), sizes, [2.0, 2.0], TEN, limit_bytes=10, keeps=kept, restoring_room_bytes=20
-        )
+        return played("0F0 0B0", sizes, [2.0, 2.0], 10, keeps=kept, window=20)
 
     # a 0-1, out 1-2; b takes its room, 2-3, and is read at 3. From then on the graph holds b, and a is
     # fetched while b computes, 3-4
@@ -175,15 +178,7 @@ def test_actions_without_bytes_take_their_time_and_no_lane() -> None:
         (0, 0): [GroupSize("none", 0), GroupSize("none", 0)],
         (0, 1): [],
     }
-    result = simulate(
-        order("0F0 0F1 0B1 0B0"),
-        sizes,
-        [4.0] * 4,
-        TEN,
-        limit_bytes=0,
-        keeps=frozenset(),
-        restoring_room_bytes=0,
-    )
+    result = played("0F0 0F1 0B1 0B0", sizes, [4.0] * 4, 0)
     assert (result.step_s, result.moved_bytes, result.restored_bytes) == (pytest.approx(16.0), 0, 0)
 
 
@@ -222,15 +217,12 @@ def test_a_weight_half_fetches_what_it_reads_and_was_not_left_there(
     half_room: int, passed: int, restored: int
 ) -> None:
     a, *others = SPLIT[1, 0]
-    result = simulate(
-        order("1F0 1I0 1W0"),
+    result = played(
+        "1F0 1I0 1W0",
         {(1, 0): [a._replace(passed_bytes=passed), *others]},
         [3.0, 3.0, 1.4],
-        TEN,
-        limit_bytes=10,
-        keeps=frozenset(),
-        restoring_room_bytes=0,
-        half_room_bytes=half_room,
+        10,
+        half_room=half_room,
     )
     assert (result.moved_bytes, result.restored_bytes, result.peak_bytes) == (30, restored, 10)
 
@@ -245,15 +237,14 @@ def test_the_window_reaches_past_what_the_input_half_leaves_for_its_weight_half(
     }
 
     def play(half_room: int) -> Simulation:
-        return simulate(
-            order("2F0 1F0 3F0 3B0 1I0 1W0 2B0"),
+        return played(
+            "2F0 1F0 3F0 3B0 1I0 1W0 2B0",
             sizes,
             [1.0, 2.0, 3.0, 3.0, 2.0, 0.1, 1.0],
-            TEN,
-            limit_bytes=40,
+            40,
             keeps=frozenset({GroupKey((3, 0), 0)}),
-            restoring_room_bytes=40,
-            half_room_bytes=half_room,
+            window=40,
+            half_room=half_room,
         )
 
     assert (play(10).restored_bytes, play(10).restore_stall_s) == (20, pytest.approx(0.0))
@@ -266,7 +257,7 @@ def test_what_never_left_is_whole_until_the_weight_half_has_ended() -> None:
     sizes = {(0, 0): [GroupSize("a", 10, half_bytes=0)] * 2, (0, 1): [GroupSize("b", 10)]}
     keeps = frozenset(GroupKey((0, 0), at) for at in range(2)) | {GroupKey((0, 1), 0)}
     actions = order("0F0 0I0 0F1 0W0 0B1")
-    result = simulate(actions, sizes, [1.0] * 5, TEN, limit_bytes=30, keeps=keeps, restoring_room_bytes=0)
+    result = played(actions, sizes, [1.0] * 5, 30, keeps=keeps)
     assert (result.peak_bytes, result.step_s) == (30, pytest.approx(5.0))
     assert kept_peak_bytes(actions, sizes, keeps) == 30
 
@@ -283,7 +274,7 @@ def test_what_an_input_half_computes_again_may_be_left_for_its_weight_half(
     sizes = {(0, m): [group] for m in range(2)}
     keeps = frozenset(GroupKey((0, m), 0) for m in range(2))
     actions = order("0F0 0I0 0F1 0I1 0W0 0W1")
-    result = simulate(actions, sizes, [1.0] * 6, TEN, limit_bytes=99, keeps=keeps, restoring_room_bytes=0)
+    result = played(actions, sizes, [1.0] * 6, 99, keeps=keeps)
     assert (result.recompute_s, result.step_s) == (2 * again_s, 6.0 + 2 * again_s)
     # each input stays until its W: the graph holds it
     assert result.peaks_bytes == peaks
@@ -292,9 +283,7 @@ def test_what_an_input_half_computes_again_may_be_left_for_its_weight_half(
 def test_what_an_input_half_reads_last_on_its_way_out_makes_room() -> None:
     sizes = {(0, 0): [GroupSize("a", 10, half_bytes=0)], (0, 1): [GroupSize("b", 10)]}
     actions = order("0F0 0I0 0F1 0W0 0B1")
-    result = simulate(
-        actions, sizes, [1.0] * 5, TEN, limit_bytes=10, keeps=frozenset(), restoring_room_bytes=99
-    )
+    result = played(actions, sizes, [1.0] * 5, 10, window=99)
     assert (result.peak_bytes, result.step_s) == (10, pytest.approx(5.0))
 
 
@@ -303,14 +292,13 @@ def test_between_two_recomputes_of_an_input_half_nothing_is_fetched_into_their_r
     second one, and come twice."""
     group = GroupSize("g", 2, again_bytes=12, half_bytes=0, left_bytes=1)
     sizes = {(0, 0): [group._replace(region=at) for at in (1, 2)], (1, 0): [GroupSize("x", 10)]}
-    result = simulate(
-        order("1F0 0F0 0I0 0W0 1B0"),
+    result = played(
+        "1F0 0F0 0I0 0W0 1B0",
         sizes,
         [1.0] * 5,
-        TEN,
-        limit_bytes=20,
+        20,
         keeps=frozenset(GroupKey((0, 0), at) for at in range(2)),
-        restoring_room_bytes=12,
+        window=12,
     )
     assert (result.restored_bytes, result.peak_bytes) == (10, 17)
 
@@ -359,15 +347,15 @@ def test_no_simulated_step_is_under_the_bound(
     from bench.bound import least_step
 
     actions, sizes, seconds, rates = step
-    result = simulate(
+    result = played(
         actions,
         sizes,
         seconds,
-        rates,
-        limit_bytes=limit,
+        limit,
         keeps=some_keeps(data, sizes),
-        restoring_room_bytes=window,
-        half_room_bytes=half_room,
+        window=window,
+        half_room=half_room,
+        rates=rates,
     )
     bound = least_step(work_of(actions, sizes, seconds), rates, max(limit, result.peak_bytes), slices=2)
     assert result.step_s >= bound.step_s * (1 - 1e-5) - 1e-6
@@ -383,9 +371,7 @@ def test_saved_bytes_stay_within_a_limit_that_holds_kept_groups_the_window_and_o
     keeps = some_keeps(data, sizes)
     biggest = max((group.nbytes for groups in sizes.values() for group in groups), default=0)
     limit = kept_peak_bytes(actions, sizes, keeps) + window + biggest + slack
-    result = simulate(
-        actions, sizes, seconds, rates, limit_bytes=limit, keeps=keeps, restoring_room_bytes=window
-    )
+    result = played(actions, sizes, seconds, limit, keeps=keeps, window=window, rates=rates)
     assert result.peak_bytes <= limit
     assert result.restored_bytes <= result.moved_bytes  # nothing is fetched twice without a split backward
 
@@ -395,7 +381,7 @@ def test_saved_bytes_stay_within_a_limit_that_holds_kept_groups_the_window_and_o
 def test_keeping_all_that_fits_moves_nothing_more_than_the_rest(step: Step, limit: int) -> None:
     actions, sizes, seconds, rates = step
     keeps = limit_keeps(actions, sizes, limit, 0, 0)
-    result = simulate(actions, sizes, seconds, rates, limit_bytes=limit, keeps=keeps, restoring_room_bytes=0)
+    result = played(actions, sizes, seconds, limit, keeps=keeps, rates=rates)
     leaving = sum(
         g.nbytes for c, groups in sizes.items() for i, g in enumerate(groups) if GroupKey(c, i) not in keeps
     )
@@ -407,15 +393,7 @@ def test_keeping_all_that_fits_moves_nothing_more_than_the_rest(step: Step, limi
 def test_compute_goes_by_the_groups_weights() -> None:
     """One group is weightless: its spill starts at once, and is out when the other's compute ends."""
     sizes = {(0, 0): [GroupSize("a", 10), GroupSize("b", 10, weight=1.0)]}
-    result = simulate(
-        order("0F0 0B0"),
-        sizes,
-        [3.0, 3.0],
-        TEN,
-        limit_bytes=10,
-        keeps=frozenset({GroupKey((0, 0), 1)}),
-        restoring_room_bytes=0,
-    )
+    result = played("0F0 0B0", sizes, [3.0, 3.0], 10, keeps=frozenset({GroupKey((0, 0), 1)}))
     # a 0-0, out 0-1; b waits for it, 1-4. Backward: b 4-7; a waits 7-8 for its restore
     assert (result.spill_stall_s, result.restore_stall_s) == (pytest.approx(1.0), pytest.approx(1.0))
     assert result.step_s == pytest.approx(8.0)
@@ -427,9 +405,7 @@ def test_a_recompute_takes_its_seconds_where_its_region_is_read_and_room_until_i
     block = [GroupSize("x", 2, region=1, again_s=0.5, again_bytes=9) for _ in range(2)]
     sizes = {(0, 0): [GroupSize("plain", 10), *block]}
     keep_all = frozenset(GroupKey((0, 0), place) for place in range(3))
-    result = simulate(
-        order("0F0 0B0"), sizes, [3.0, 3.0], TEN, limit_bytes=20, keeps=keep_all, restoring_room_bytes=0
-    )
+    result = played("0F0 0B0", sizes, [3.0, 3.0], 20, keeps=keep_all)
     assert result.recompute_s == pytest.approx(1.0)
     assert (result.compute_s, result.step_s) == (pytest.approx(6.0), pytest.approx(7.0))
     assert result.peak_bytes == 10 + 2 * 2 + 2 * 9  # kept, so no room can be made within the limit of 20
@@ -438,9 +414,7 @@ def test_a_recompute_takes_its_seconds_where_its_region_is_read_and_room_until_i
 def test_two_recomputes_never_stand_beside_each_other() -> None:
     sizes = {(0, 0): [GroupSize("x", 2, region=at, again_s=0.5, again_bytes=9) for at in (1, 2)]}
     keep_all = frozenset(GroupKey((0, 0), place) for place in range(2))
-    result = simulate(
-        order("0F0 0B0"), sizes, [2.0, 2.0], TEN, limit_bytes=20, keeps=keep_all, restoring_room_bytes=0
-    )
+    result = played("0F0 0B0", sizes, [2.0, 2.0], 20, keeps=keep_all)
     assert result.peak_bytes == 2 * 2 + 9
 
 
@@ -449,7 +423,7 @@ def test_bytes_on_the_host_count_from_the_queue_to_the_last_read() -> None:
     sizes: dict[ChunkKey, list[GroupSize]] = {(0, m): [GroupSize("a", 10)] for m in range(2)}
     one = frozenset({GroupKey((0, 1), 0)})
     for keeps, peak in ((frozenset(), 20), (one, 10), (one | {GroupKey((0, 0), 0)}, 0)):
-        result = simulate(actions, sizes, [1.0] * 4, TEN, limit_bytes=20, keeps=keeps, restoring_room_bytes=0)
+        result = played(actions, sizes, [1.0] * 4, 20, keeps=keeps)
         assert result.host_peak_bytes == peak
 
 
@@ -458,14 +432,8 @@ def test_a_claim_lets_spills_end_before_the_region_is_read() -> None:
     of compute a group."""
     plain = [GroupSize(name, 10, weight=1.0) for name in "ab"]
     sizes = {(0, 0): [*plain, GroupSize("x", 2, region=1, weight=1.0, again_bytes=12)]}
-    result = simulate(
-        order("0F0 0B0"),
-        sizes,
-        [3.0, 3.0],
-        TEN,
-        limit_bytes=24,
-        keeps=frozenset({GroupKey((0, 0), 1), GroupKey((0, 0), 2)}),
-        restoring_room_bytes=0,
+    result = played(
+        "0F0 0B0", sizes, [3.0, 3.0], 24, keeps=frozenset({GroupKey((0, 0), 1), GroupKey((0, 0), 2)})
     )
     # forward 0-3, a out 1-2; 22 bytes and 12 more do not fit in 24, so a goes. x 3-4, b 4-5, a back 5-6, 6-7
     assert (result.restore_stall_s, result.step_s) == (pytest.approx(1.0), pytest.approx(7.0))
@@ -487,7 +455,5 @@ def test_what_was_fetched_ahead_makes_room_for_saves_and_claims(
     keeps = some_keeps(data, sizes)
     biggest = max((group.nbytes for groups in sizes.values() for group in groups), default=0)
     limit = kept_peak_bytes(actions, sizes, keeps) + biggest + again + slack
-    result = simulate(
-        actions, sizes, seconds, rates, limit_bytes=limit, keeps=keeps, restoring_room_bytes=window
-    )
+    result = played(actions, sizes, seconds, limit, keeps=keeps, window=window, rates=rates)
     assert result.peak_bytes <= limit

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,21 @@ from offload.transfer.block import BlockState, DeviceBlock
 from offload.transfer.copier import Admission
 
 EXECUTORS: tuple[ExecutorName, ...] = ("late", "early", "random", "clock")
+KIB = 1024
+ELEMENTS = KIB // 4
+"""Of a float32 tensor of one KiB."""
+
+
+def leaf(kib: int = 1) -> Tensor:
+    return torch.randn(kib * ELEMENTS, requires_grad=True)
+
+
+def chain(x: Tensor, length: int) -> Tensor:
+    """Saves `length` tensors of the size of x, none of which anything else holds."""
+    x = x * 2
+    for _ in range(length):
+        x = x.sin()
+    return x
 
 
 class GroupScope:
@@ -56,6 +72,8 @@ class Rig(Client):
     as soon as it is saved whole."""
 
     name = "groups"
+    made: ClassVar[list[Rig]] = []
+    """Those of a test that were not ended yet: they are behind it; see tests/fixtures.py."""
 
     def __init__(
         self,
@@ -77,6 +95,7 @@ class Rig(Client):
         self.sizes: list[tuple[int, ...]] = []  # of every tensor that was taken, one a save
         self.reads: list[str] = []  # labels of the records, one a read
         self.engine.attach(self)
+        self.made.append(self)
         self.engine.on_read(lambda handle: self.reads.append(str(handle.record.block.label)))
 
     # -- saving ----------------------------------------------------------------------------------------------
@@ -159,6 +178,7 @@ class Rig(Client):
 
     def end(self) -> StepStats:
         """End the step, and check that nothing of it is left anywhere."""
+        Rig.made = [each for each in Rig.made if each is not self]
         stats = self.engine.end_step()
         self.assert_empty()
         assert stats.saved == stats.kept + stats.spilled

@@ -12,10 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from offload.device.sim import ExecutorName
-from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits
-
-KIB = 1024
-ELEMENTS = KIB // 4
+from tests.unit.saved.rig import ELEMENTS, EXECUTORS, KIB, Rig, assert_equal_bits, leaf
 
 
 class Square(torch.autograd.Function):
@@ -49,10 +46,6 @@ def network(x: Tensor, *, reentrant: bool | None) -> Tensor:
     return x
 
 
-def leaf() -> Tensor:
-    return torch.randn(ELEMENTS, requires_grad=True)
-
-
 def expected_of(x: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(network(x, reentrant=None).sum(), [x]))
 
@@ -78,12 +71,11 @@ def test_hooks_around_a_checkpoint_see_its_input_and_nothing_of_its_inside(
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_a_recomputation_under_active_hooks_keeps_what_it_saves(reentrant: bool) -> None:
+def test_a_recomputation_under_active_hooks_keeps_what_it_saves(reentrant: bool, rig: Rig) -> None:
     """The whole step inside the hooks. A recomputed tensor is read at once, so a copy out would only have to
     come back."""
     x = leaf()
     expected = expected_of(x)
-    rig = Rig()
     with rig.group():
         y = network(x, reentrant=reentrant).sum()
         rig.leave()
@@ -91,19 +83,14 @@ def test_a_recomputation_under_active_hooks_keeps_what_it_saves(reentrant: bool)
     assert x.grad is not None
     assert_equal_bits(expected, [x.grad])
     assert rig.saved == 2
-    del y
-    rig.end()
 
 
-def test_without_recomputation_everything_leaves() -> None:
+def test_without_recomputation_everything_leaves(rig: Rig) -> None:
     x = leaf()
-    rig = Rig()
     with rig.group():
-        y = network(x, reentrant=None).sum()
+        _y = network(x, reentrant=None).sum()
     # the second block's sine saves what the first one's tanh saved
     assert rig.saved == 2 * BLOCK_SAVES - 1
-    del y
-    rig.end()
 
 
 def test_hooks_inside_a_reentrant_region_only_see_a_forward_without_gradients_and_a_recomputation() -> None:
@@ -122,13 +109,12 @@ def test_hooks_inside_a_reentrant_region_only_see_a_forward_without_gradients_an
     assert x.grad is not None
     assert_equal_bits(expected, [x.grad])
     assert rig.saved == 0
-    rig.end()
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("inner", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("outer", [False, True], ids=["in non-reentrant", "in reentrant"])
-def test_nested_checkpoints_under_hooks_give_the_same_gradients(outer: bool, inner: bool) -> None:
+def test_nested_checkpoints_under_hooks_give_the_same_gradients(outer: bool, inner: bool, rig: Rig) -> None:
     def nested(x: Tensor) -> Tensor:
         result: Tensor = checkpoint(block, x.cos(), use_reentrant=inner)
         return result.sin()
@@ -138,7 +124,6 @@ def test_nested_checkpoints_under_hooks_give_the_same_gradients(outer: bool, inn
 
     x = leaf()
     expected = torch.autograd.grad(program(x, lambda x: block(x.cos()).sin()), [x])
-    rig = Rig()
     with rig.group():
         y = program(x, lambda x: checkpoint(nested, x, use_reentrant=outer))
     assert rig.saved == 1
@@ -150,22 +135,18 @@ def test_nested_checkpoints_under_hooks_give_the_same_gradients(outer: bool, inn
     assert rig.end().restored == 1
 
 
-def test_a_checkpoint_may_be_read_twice() -> None:
+def test_a_checkpoint_may_be_read_twice(rig: Rig) -> None:
     x = leaf()
     expected = expected_of(x)
-    rig = Rig()
     with rig.group():
         y = network(x, reentrant=False).sum()
     rig.leave()
     for last in (False, True):
         assert_equal_bits(expected, list(torch.autograd.grad(y, [x], retain_graph=not last)))
-    del y
-    rig.end()
 
 
-def test_a_checkpoint_whose_inputs_are_views_of_one_tensor_sends_it_once() -> None:
+def test_a_checkpoint_whose_inputs_are_views_of_one_tensor_sends_it_once(rig: Rig) -> None:
     x = torch.randn(4, ELEMENTS, requires_grad=True)
-    rig = Rig()
 
     def program(*rows: Tensor) -> Tensor:
         return torch.stack([row.sin() for row in rows])
@@ -175,5 +156,3 @@ def test_a_checkpoint_whose_inputs_are_views_of_one_tensor_sends_it_once() -> No
     assert (rig.saved, rig.spilled_bytes) == (1, 4 * KIB)
     rig.leave()
     y.backward()
-    del y
-    rig.end()

@@ -14,10 +14,8 @@ from torch.nn import functional as F
 from offload.device.sim import SimDevice
 from offload.saved.filters import ExternalKind, ExternalStorages, Verdict, judge
 from offload.saved.handles import Handle, Passed
-from tests.unit.saved.rig import Rig, assert_equal_bits, gradients
+from tests.unit.saved.rig import ELEMENTS, Rig, assert_equal_bits, gradients
 from tests.unit.saved.test_views import keep
-
-ELEMENTS = 256
 
 
 def verdict_of(
@@ -64,10 +62,9 @@ def test_a_leaf_that_is_no_parameter_is_an_activation() -> None:
     assert verdict_of(leaf.to(torch.bfloat16).t()) is Verdict.ELIGIBLE
 
 
-def test_a_registered_parameter_is_recognised_behind_detach() -> None:
+def test_a_registered_parameter_is_recognised_behind_detach(rig: Rig) -> None:
     layer = nn.Linear(16, 16)
     layer.register_buffer("table", torch.randn(16))
-    rig = Rig()
     found: list[Tensor] = []
     with rig.group():
         keep([], layer.weight.detach())
@@ -78,12 +75,11 @@ def test_a_registered_parameter_is_recognised_behind_detach() -> None:
     assert rig.saved == 1
     y.backward()
     assert found[0].data_ptr() == layer.weight.data_ptr()
-    rig.end()
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
 @pytest.mark.parametrize("autocast", [False, True])
-def test_the_weights_of_real_layers_never_leave(autocast: bool) -> None:
+def test_the_weights_of_real_layers_never_leave(autocast: bool, rig: Rig) -> None:
     """`nn.Linear` saves weight.t(), and under autocast the transpose of a cast: neither is the Parameter
     itself, so an engine that asks for Parameters only would offload its weights."""
     torch.manual_seed(0)
@@ -100,15 +96,12 @@ def test_the_weights_of_real_layers_never_leave(autocast: bool) -> None:
                 rig.leave()
         return list(torch.autograd.grad(y.float().sum(), list(model.parameters())))
 
-    rig = Rig()
     assert_equal_bits(run(None), run(rig))
     assert {size[0] for size in rig.sizes} == {4}  # rows of activations; a weight has 32 or 64
-    rig.end()
 
 
-def test_two_microbatches_under_autocast_do_not_send_the_cast_weight_twice_or_once() -> None:
+def test_two_microbatches_under_autocast_do_not_send_the_cast_weight_twice_or_once(rig: Rig) -> None:
     layer = nn.Linear(64, 64)
-    rig = Rig()
     outputs = []
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for _ in range(2):
@@ -116,8 +109,6 @@ def test_two_microbatches_under_autocast_do_not_send_the_cast_weight_twice_or_on
             with rig.group():
                 outputs.append(layer(torch.randn(4, 64)))
     assert rig.spilled_bytes == 2 * 4 * 64 * 2  # the inputs, in bfloat16
-    outputs.clear()
-    rig.end()
 
 
 def frozen_linear(rig: Rig | None, layer: nn.Linear, inputs: list[Tensor]) -> list[Tensor]:
@@ -136,29 +127,25 @@ def frozen_linear(rig: Rig | None, layer: nn.Linear, inputs: list[Tensor]) -> li
     return [torch.autograd.grad(y.float().square().sum(), x)[0] for y, x in zip(outputs, inputs, strict=True)]
 
 
-def test_the_cast_of_a_frozen_weight_belongs_to_its_graph_and_leaves() -> None:
+def test_the_cast_of_a_frozen_weight_belongs_to_its_graph_and_leaves(rig: Rig) -> None:
     """torch caches the casts of leaves that require gradients only, so a frozen weight is cast anew by every
     operation: each graph holds a copy of its own, as large as the weight, until its backward. It is an
     activation by what owns it, and it had better leave. Nor could it be told from one: neither base nor
     grad_fn leads back to the weight, and an input of the same shape looks just like it."""
     layer = nn.Linear(64, 64, bias=False).requires_grad_(False)
     inputs = [torch.randn(4, 64, requires_grad=True) for _ in range(2)]
-    rig = Rig()
     rig.engine.register_parameters(layer)
     assert_equal_bits(frozen_linear(None, layer, inputs), frozen_linear(rig, layer, inputs))
     assert rig.sizes.count((64, 64)) == 2  # one a microbatch; of a trainable weight none, and only one exists
     assert rig.spilled_bytes == 2 * 64 * 64 * 2
-    rig.end()
 
 
-def test_a_frozen_weight_in_the_dtype_of_autocast_is_not_cast_and_never_leaves() -> None:
+def test_a_frozen_weight_in_the_dtype_of_autocast_is_not_cast_and_never_leaves(rig: Rig) -> None:
     """What to do about the copies: they cost device memory with offload and without."""
     layer = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16).requires_grad_(False)
     inputs = [torch.randn(4, 64, requires_grad=True) for _ in range(2)]
-    rig = Rig()
     assert_equal_bits(frozen_linear(None, layer, inputs), frozen_linear(rig, layer, inputs))
     assert (64, 64) not in rig.sizes
-    rig.end()
 
 
 # -- opted out, small, elsewhere -----------------------------------------------------------------------------
@@ -169,17 +156,14 @@ def test_an_opted_out_storage_stays_with_all_its_views(rig: Rig) -> None:
         y = keep([], table, table[3:], table.view(torch.int32), torch.randn(8))
     assert rig.saved == 1
     y.backward()
-    rig.end()
 
 
 def test_the_size_limit_counts_elements_and_spares_the_tensor_that_has_exactly_as_many() -> None:
     for dtype in (torch.int8, torch.float64):
         rig = Rig()
         with rig.group(min_elements=100):
-            y = keep([], torch.zeros(99, dtype=dtype), torch.zeros(100, dtype=dtype))
+            _y = keep([], torch.zeros(99, dtype=dtype), torch.zeros(100, dtype=dtype))
         assert [record.nbytes for record in rig.blocks()] == [100 * dtype.itemsize]
-        del y
-        rig.end()
 
 
 @pytest.mark.req("S3-60")
@@ -287,16 +271,14 @@ PROGRAMS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype]] = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_gradients_of_what_saves_unusual_tensors_are_the_same(name: str) -> None:
+def test_gradients_of_what_saves_unusual_tensors_are_the_same(name: str, rig: Rig) -> None:
     program, dtype = PROGRAMS[name]
     x = torch.randn(ELEMENTS, dtype=dtype, requires_grad=True)
-    rig = Rig()
     torch.manual_seed(7)
     expected = gradients(program, [x])
     torch.manual_seed(7)
     assert_equal_bits(expected, gradients(program, [x], rig))
     assert rig.saved > 0
-    rig.end()
 
 
 # -- the registry --------------------------------------------------------------------------------------------

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from offload.device.sim import ExecutorName
-from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
+from tests.unit.saved.rig import ELEMENTS, EXECUTORS, Rig, assert_equal_bits, gradients, leaf
 from tests.unit.saved.test_views import keep
 
-ELEMENTS = 256
 VANILLA = "modified by an inplace operation"
 
 
@@ -31,10 +30,6 @@ def small(rig: Rig) -> Any:
 
 
 WAYS: dict[str, Callable[[Rig], Any]] = {"spilled": spilled, "kept": kept, "small": small}
-
-
-def leaf() -> Tensor:
-    return torch.randn(ELEMENTS, requires_grad=True)
 
 
 # -- refused -------------------------------------------------------------------------------------------------
@@ -68,8 +63,6 @@ def test_a_change_after_the_save_is_found_out_as_autograd_would(way: str, change
     CHANGES[change](y)
     with pytest.raises(RuntimeError, match=VANILLA):
         z.sum().backward()
-    del z
-    rig.end()
 
 
 def test_the_error_names_the_tensor_both_versions_and_the_way_out(rig: Rig) -> None:
@@ -93,14 +86,11 @@ def test_a_changed_output_is_found_out(rig: Rig) -> None:
         z = y.add_(1)
     with pytest.raises(RuntimeError, match=VANILLA):
         z.sum().backward()
-    del y, z
-    rig.end()
 
 
-def test_a_changed_parameter_is_found_out() -> None:
+def test_a_changed_parameter_is_found_out(rig: Rig) -> None:
     layer = torch.nn.Linear(16, 16)
     x = torch.randn(4, 16, requires_grad=True)
-    rig = Rig()
     with rig.group():
         y = layer(x)
     with torch.no_grad():
@@ -116,8 +106,6 @@ def test_the_version_of_a_view_moves_with_its_base(rig: Rig) -> None:
     base[2].zero_()  # autograd too goes by the storage's version, not by the range
     with pytest.raises(RuntimeError, match=VANILLA):
         y.backward()
-    del y
-    rig.end()
 
 
 def test_a_sparse_view_is_watched_through_its_packed_copy(rig: Rig) -> None:
@@ -127,8 +115,6 @@ def test_a_sparse_view_is_watched_through_its_packed_copy(rig: Rig) -> None:
     base.zero_()
     with pytest.raises(RuntimeError, match=VANILLA):
         y.backward()
-    del y
-    rig.end()
 
 
 def test_each_save_of_a_shared_storage_is_watched_by_its_own_version(rig: Rig) -> None:
@@ -141,8 +127,6 @@ def test_each_save_of_a_shared_storage_is_watched_by_its_own_version(rig: Rig) -
     x.add_(1)
     with pytest.raises(RuntimeError, match=VANILLA):
         y.backward()
-    del y
-    rig.end()
 
 
 # -- allowed -------------------------------------------------------------------------------------------------
@@ -185,14 +169,12 @@ def test_a_change_that_autograd_allows_is_allowed(name: str, executor: ExecutorN
     rig = Rig(executor, seed=3)
     x = leaf()
     assert_equal_bits(gradients(ALLOWED[name], [x]), gradients(ALLOWED[name], [x], rig))
-    rig.end()
 
 
-def test_a_save_before_a_change_may_stay_unread_beside_one_after_it() -> None:
+def test_a_save_before_a_change_may_stay_unread_beside_one_after_it(rig: Rig) -> None:
     x, other = leaf(), torch.randn(ELEMENTS)
-    rig = Rig()
     with rig.group():
-        dead = x * other
+        _dead = x * other
         other.add_(1)
         y = x * other
     expected = other.clone()
@@ -200,8 +182,6 @@ def test_a_save_before_a_change_may_stay_unread_beside_one_after_it() -> None:
     rig.leave()
     (found,) = torch.autograd.grad(y.sum(), [x])
     assert_equal_bits([expected], [found])
-    del dead, y
-    rig.end()
 
 
 # -- by the backward itself ----------------------------------------------------------------------------------
@@ -220,15 +200,12 @@ class Careless(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_saved_tensor_that_the_backward_changed_is_not_read_again(way: str) -> None:
+def test_a_saved_tensor_that_the_backward_changed_is_not_read_again(way: str, rig: Rig) -> None:
     """autograd raises at the second read. A restored buffer was revived with the changed bytes."""
     with pytest.raises(RuntimeError, match=VANILLA):
         Careless.apply(leaf() * 2).sum().backward()
-    rig = Rig()
     with WAYS[way](rig):
         y = Careless.apply(leaf() * 2)
     rig.leave()
     with pytest.raises(RuntimeError, match=VANILLA):
         y.sum().backward()
-    del y
-    rig.end()

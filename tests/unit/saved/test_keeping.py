@@ -65,9 +65,8 @@ def sines(count: int) -> Forward:
 
 
 # -- counts --------------------------------------------------------------------------------------------------
-def test_a_storage_that_is_saved_twice_in_a_group_is_counted_once(
-    manager: PipelineOffloadManager,
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_a_storage_that_is_saved_twice_in_a_group_is_counted_once() -> None:
     def forward(x: Tensor) -> Tensor:
         return group(lambda x: x.sin() + x.cos() + x * x.view(ELEMENTS), x)
 
@@ -102,9 +101,8 @@ def test_bytes_of_a_piece_are_counted_as_they_come(committed: bool, manager: Pip
 
 
 # -- reads ---------------------------------------------------------------------------------------------------
-def test_a_kept_save_that_is_changed_in_place_is_found_out_by_its_read(
-    manager: PipelineOffloadManager,
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_a_kept_save_that_is_changed_in_place_is_found_out_by_its_read() -> None:
     def forward(x: Tensor) -> Tensor:
         return group(lambda x: x.sin().sin(), x)
 
@@ -136,9 +134,8 @@ class Reads(torch.autograd.Function):
         return grads[0] * y, grads[0] * x
 
 
-def test_each_read_of_a_kept_save_is_an_alias_of_its_own_in_every_pass(
-    manager: PipelineOffloadManager,
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_each_read_of_a_kept_save_is_an_alias_of_its_own_in_every_pass() -> None:
     def forward(x: Tensor) -> Tensor:
         return group(lambda x: Reads.apply(x, x.sin()).tanh(), x)  # type: ignore[no-any-return]
 
@@ -155,9 +152,8 @@ def test_each_read_of_a_kept_save_is_an_alias_of_its_own_in_every_pass(
         offload.step_end()
 
 
-def test_kept_saves_that_are_left_over_are_named_and_let_go_of(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_kept_saves_that_are_left_over_are_named_and_let_go_of(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         step(lambda x: group(sines(3), x))
     init_chunk_handler(None, None, 1)
@@ -263,9 +259,8 @@ def test_a_piece_that_stays_is_small_beside_a_device_limit() -> None:
         y.sum().backward()
 
 
-def test_offloading_that_is_switched_off_takes_nothing(
-    manager: PipelineOffloadManager,
-) -> None:
+@pytest.mark.usefixtures("manager")
+def test_offloading_that_is_switched_off_takes_nothing() -> None:
     for _ in range(3):
         step(lambda x: group(sines(3), x))
     offload.disable_offload()

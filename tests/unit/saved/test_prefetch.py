@@ -13,24 +13,10 @@ from torch import Tensor
 from offload.device.sim import ExecutorName
 from offload.transfer.block import BlockState
 from offload.transfer.coming import ComingReads
-from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits
+from tests.unit.saved.rig import ELEMENTS, EXECUTORS, KIB, Rig, assert_equal_bits, chain, leaf
 from tests.unit.saved.test_views import keep
 
-KIB = 1024
-ELEMENTS = KIB // 4
 SPILLED, RESTORING, RESIDENT = BlockState.SPILLED, BlockState.RESTORING, BlockState.RESIDENT
-
-
-def leaf() -> Tensor:
-    return torch.randn(ELEMENTS, requires_grad=True)
-
-
-def chain(x: Tensor, length: int) -> Tensor:
-    """Saves `length` tensors, none of which anything else holds."""
-    x = x * 2
-    for _ in range(length):
-        x = x.sin()
-    return x
 
 
 def saved(rig: Rig, length: int, *, gone: bool = True) -> Tensor:
@@ -53,25 +39,21 @@ def test_reads_are_expected_in_the_reverse_order_of_the_last_saves() -> None:
     rig = Rig(max_restoring_bytes=KIB)
     first, second = torch.randn(ELEMENTS), torch.randn(ELEMENTS)
     with rig.group():
-        y = keep([], first, second, first)  # `first` is saved last, so it is read first
+        _y = keep([], first, second, first)  # `first` is saved last, so it is read first
     del first, second
     rig.leave()
     rig.chunks[0].complete()
     pump(rig)
     assert rig.states() == [RESTORING, SPILLED]
-    del y
-    rig.end()
 
 
 def test_a_weight_half_expects_the_reads_of_an_earlier_one() -> None:
     rig = Rig(max_restoring_bytes=2 * KIB)
-    y = saved(rig, 4)
+    _y = saved(rig, 4)
     # one was never saved here, one comes twice
     rig.chunks[0].expect([(0, 1), (0, 0), (0, 9), (0, 1), (0, 3)])
     pump(rig)
     assert rig.states() == [RESTORING, RESTORING, SPILLED, SPILLED]
-    del y
-    rig.end()
 
 
 def test_what_is_read_in_no_order_at_all_is_read_right() -> None:
@@ -90,7 +72,6 @@ def test_what_is_read_in_no_order_at_all_is_read_right() -> None:
         for index in order:
             assert_equal_bits([expected[index]], [rig.engine.hooks.unpack(packed[index])])
         packed.clear()
-        rig.end()
 
 
 # -- the window ----------------------------------------------------------------------------------------------
@@ -109,29 +90,23 @@ def test_the_window_moves_on_with_the_reader() -> None:
     assert rig.restored_bytes == 2 * KIB
     y.sum().backward()
     assert seen == [3, 4, 5, 5, 5]
-    del y
-    rig.end()
 
 
 def test_the_window_reaches_into_the_chunk_that_is_read_after_this_one() -> None:
     rig = Rig(max_restoring_bytes=3 * KIB)
-    y, z = saved(rig, 2), saved(rig, 2)
+    _y, _z = saved(rig, 2), saved(rig, 2)
     pump(rig)
     assert rig.states() == [RESTORING, RESTORING, SPILLED, RESTORING]
-    del y, z
-    rig.end()
 
 
 def test_a_chunk_that_is_still_in_its_forward_closes_the_window(rig: Rig) -> None:
-    y = saved(rig, 1)
+    _y = saved(rig, 1)
     rig.chunk()
     with rig.group():
-        z = chain(leaf(), 1)
-    third = saved(rig, 1)
+        _z = chain(leaf(), 1)
+    _third = saved(rig, 1)
     pump(rig)
     assert rig.states() == [RESTORING, SPILLED, SPILLED]
-    del y, z, third
-    rig.end()
 
 
 def test_what_never_left_takes_room_in_the_window_and_is_not_copied() -> None:
@@ -151,8 +126,6 @@ def test_what_never_left_takes_room_in_the_window_and_is_not_copied() -> None:
     rig.engine.on_read(lambda _: pump(rig))
     z.sum().backward()
     assert rig.restored_bytes == 2 * KIB
-    del z
-    rig.end()
 
 
 def test_a_step_of_which_nothing_has_left_is_not_looked_through() -> None:
@@ -164,11 +137,9 @@ def test_a_step_of_which_nothing_has_left_is_not_looked_through() -> None:
     pump(rig)
     assert rig.chunks[0].coming.ahead_bytes == 0
     with rig.group():
-        z = chain(y, 1)
+        _z = chain(y, 1)
     pump(rig)
     assert rig.chunks[0].coming.ahead_bytes == 2 * KIB
-    del y, z
-    rig.end()
 
 
 def test_what_is_on_its_way_out_and_read_next_is_kept_instead_of_fetched() -> None:
@@ -178,8 +149,6 @@ def test_what_is_on_its_way_out_and_read_next_is_kept_instead_of_fetched() -> No
     assert rig.states() == [BlockState.SPILLING, RESIDENT, RESIDENT]
     y.sum().backward()
     assert rig.restored_bytes == 0
-    del y
-    rig.end()
 
 
 def test_a_living_receive_buffer_is_fetched_ahead_as_anything_else(rig: Rig) -> None:
@@ -202,7 +171,7 @@ def test_dead_and_ended_records_are_passed_over() -> None:
     rig = Rig(max_restoring_bytes=KIB)
     rig.chunk()
     with rig.group():
-        y, z = chain(leaf(), 2), chain(leaf(), 1)
+        _y, z = chain(leaf(), 2), chain(leaf(), 1)
     rig.leave()
     rig.chunks[0].complete()
     del z  # it would be read first
@@ -212,7 +181,6 @@ def test_dead_and_ended_records_are_passed_over() -> None:
     rig.end()
     rig.engine.prefetch.pump([chunk.coming for chunk in chunks])
     assert rig.restored_bytes == KIB
-    del y
 
 
 def test_ahead_bytes_count_what_lies_between_the_reader_and_the_fetch() -> None:
@@ -232,8 +200,6 @@ def test_ahead_bytes_count_what_lies_between_the_reader_and_the_fetch() -> None:
     del packed[1:2]
     assert coming.look(0, KIB) is None  # follows the reader
     assert coming.ahead_bytes == KIB
-    packed.clear()
-    rig.end()
 
 
 def test_what_was_fetched_and_dropped_is_fetched_again_after_a_look_back() -> None:
@@ -256,8 +222,6 @@ def test_what_was_fetched_and_dropped_is_fetched_again_after_a_look_back() -> No
         assert rig.states() == fetched
         assert rig.chunks[0].coming.ahead_bytes == 4 * KIB
     y.sum().backward()
-    del y
-    rig.end()
 
 
 # -- results -------------------------------------------------------------------------------------------------

@@ -15,14 +15,7 @@ from offload.device.sim import ExecutorName
 from offload.errors import StaleHandleError
 from offload.transfer.block import BlockState, WeakStorage
 from tests.threads import run_all
-from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
-
-KIB = 1024
-ELEMENTS = KIB // 4
-
-
-def leaf() -> Tensor:
-    return torch.randn(ELEMENTS, requires_grad=True)
+from tests.unit.saved.rig import EXECUTORS, KIB, Rig, assert_equal_bits, gradients, leaf
 
 
 def chain(x: Tensor) -> Tensor:
@@ -48,7 +41,6 @@ def test_a_retained_graph_gives_the_same_gradients_each_time(executor: ExecutorN
     for last in (False, False, True):
         assert_equal_bits(expected, torch.autograd.grad(total, [x], retain_graph=not last))
     assert rig.restored_bytes == 3 * CHAIN_SAVES * KIB
-    rig.end()
 
 
 def test_two_readers_of_one_record_share_its_buffer_in_each_pass(rig: Rig) -> None:
@@ -69,11 +61,9 @@ def test_two_readers_of_one_record_share_its_buffer_in_each_pass(rig: Rig) -> No
     assert_equal_bits(expected, list(second))
     assert once == 2 * KIB  # the shared input and the cosine; `other` lives
     assert rig.restored_bytes == 2 * once
-    del y
-    rig.end()
 
 
-def test_saved_tensors_may_be_asked_for_several_times_in_one_backward() -> None:
+def test_saved_tensors_may_be_asked_for_several_times_in_one_backward(rig: Rig) -> None:
     class Thrice(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -86,10 +76,8 @@ def test_saved_tensors_may_be_asked_for_several_times_in_one_backward() -> None:
             return gradient * ctx.saved_tensors[0] + sum(values)
 
     program = lambda x: Thrice.apply(x * 2)  # noqa: E731
-    rig = Rig()
     x = leaf()
     assert_equal_bits(gradients(program, [x]), gradients(program, [x], rig))
-    rig.end()
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -113,11 +101,9 @@ def test_input_half_first_and_weight_half_later_read_the_same_bits(executor: Exe
     for weight in weights:
         found.extend(torch.autograd.grad(total, [weight], retain_graph=True))
     assert_equal_bits(list(expected), found)
-    del total
-    rig.end()
 
 
-def test_a_second_derivative_is_the_same() -> None:
+def test_a_second_derivative_is_the_same(rig: Rig) -> None:
     x, weight = torch.randn(8, 8, requires_grad=True), torch.nn.Parameter(torch.randn(8, 8))
 
     def second(rig: Rig | None) -> list[Tensor]:
@@ -133,9 +119,7 @@ def test_a_second_derivative_is_the_same() -> None:
         (gradient,) = torch.autograd.grad(total, [x], create_graph=True)
         return list(torch.autograd.grad(gradient.pow(2).sum(), [x, weight]))
 
-    rig = Rig()
     assert_equal_bits(second(None), second(rig))
-    rig.end()
 
 
 # -- another thread ------------------------------------------------------------------------------------------
@@ -168,7 +152,6 @@ def test_a_graph_may_be_dropped_on_another_thread(rig: Rig) -> None:
         dropper.start()
         dropper.join()
         assert rig.blocks() == []
-    rig.end()
 
 
 # -- not at all ----------------------------------------------------------------------------------------------
@@ -219,7 +202,6 @@ def test_without_gradients_nothing_is_saved_at_all(rig: Rig) -> None:
     with rig.group(), torch.no_grad():
         chain(leaf())
     assert (rig.saved, rig.sizes, rig.spilled_bytes) == (0, [], 0)
-    rig.end()
 
 
 @pytest.mark.parametrize("min_elements", [0, 10_000], ids=["offloaded", "passed through"])
@@ -237,7 +219,6 @@ def test_a_node_that_saves_its_own_output_is_freed_without_the_garbage_collector
         assert storage.storage() is None
     finally:
         gc.enable()
-    rig.end()
 
 
 def test_an_exception_in_the_forward_leaves_nothing(rig: Rig) -> None:
@@ -250,10 +231,9 @@ def test_an_exception_in_the_forward_leaves_nothing(rig: Rig) -> None:
         interrupted()
     assert rig.engine.hooks.innermost() is None
     assert rig.blocks() == []
-    rig.end()
 
 
-def test_an_exception_in_the_backward_leaves_what_was_not_read_for_another_try() -> None:
+def test_an_exception_in_the_backward_leaves_what_was_not_read_for_another_try(rig: Rig) -> None:
     class Fails(torch.autograd.Function):
         tries = 0
 
@@ -269,7 +249,6 @@ def test_an_exception_in_the_backward_leaves_what_was_not_read_for_another_try()
             return gradient
 
     x = leaf()
-    rig = Rig()
     with rig.group():
         y = chain(Fails.apply(chain(x))).sum()
     rig.leave()
@@ -277,8 +256,6 @@ def test_an_exception_in_the_backward_leaves_what_was_not_read_for_another_try()
         y.backward(retain_graph=True)
     y.backward()
     assert_equal_bits(gradients(lambda x: chain(chain(x).clone()), [x]), [x.grad])  # type: ignore[list-item]
-    del y
-    rig.end()
 
 
 # -- too late ------------------------------------------------------------------------------------------------

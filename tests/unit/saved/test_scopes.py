@@ -11,10 +11,8 @@ from torch import Tensor
 
 from offload.ids import ChunkId, GroupId
 from offload.saved.handles import Handle, Passed, SavedChunk, SavedGroup
-from tests.unit.saved.rig import Rig, assert_equal_bits
+from tests.unit.saved.rig import ELEMENTS, Rig, assert_equal_bits
 from tests.unit.saved.test_views import keep
-
-ELEMENTS = 256
 
 
 class Passing:
@@ -28,23 +26,19 @@ class Passing:
 
 def test_the_innermost_scope_owns_what_is_saved(rig: Rig) -> None:
     with rig.group("outer") as outer:
-        first = keep([], torch.randn(ELEMENTS))
+        _first = keep([], torch.randn(ELEMENTS))
         with rig.group("inner") as inner:
-            second = keep([], torch.randn(ELEMENTS))
-        third = keep([], torch.randn(ELEMENTS))
+            _second = keep([], torch.randn(ELEMENTS))
+        _third = keep([], torch.randn(ELEMENTS))
     assert (outer.slots, inner.slots) == (2, 1)
-    del first, second, third
-    rig.end()
 
 
 def test_what_a_scope_does_not_take_goes_to_the_one_outside(rig: Rig) -> None:
     with rig.group("outer") as outer:
         installed = rig.engine.hooks.push(Passing())
-        y = keep([], torch.randn(ELEMENTS))
+        _y = keep([], torch.randn(ELEMENTS))
         rig.engine.hooks.pop(installed)
     assert outer.slots == 1
-    del y
-    rig.end()
 
 
 def test_what_no_scope_takes_passes_through(rig: Rig) -> None:
@@ -91,7 +85,6 @@ def test_scopes_may_be_popped_in_another_order_than_they_were_pushed(rig: Rig) -
     assert group.slots == 1
     del y
     rig.groups.append(group)
-    rig.end()
 
 
 def test_nothing_is_saved_without_gradients(rig: Rig) -> None:
@@ -124,8 +117,6 @@ def test_save_on_cpu_outside_hands_over_to_the_engine_inside(rig: Rig) -> None:
     (expected,) = torch.autograd.grad((x * 2).sin().sin().sum(), [x])
     assert_equal_bits([expected], [found])
     assert rig.saved == 1
-    del y, z
-    rig.end()
 
 
 def test_every_reader_is_told_of_every_read_under_the_lock(rig: Rig) -> None:
@@ -136,8 +127,6 @@ def test_every_reader_is_told_of_every_read_under_the_lock(rig: Rig) -> None:
         y = keep([], torch.randn(ELEMENTS))
     y.backward()
     assert told == [(1, ChunkId(0, 0)), (2, ChunkId(0, 0))]
-    del y
-    rig.end()
 
 
 def test_unpacking_what_was_never_packed_is_a_programmer_s_error() -> None:

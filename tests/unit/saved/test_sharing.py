@@ -11,11 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from offload.transfer.block import BlockState
-from tests.unit.saved.rig import Rig, assert_equal_bits, gradients
+from tests.unit.saved.rig import ELEMENTS, KIB, Rig, assert_equal_bits, gradients
 from tests.unit.saved.test_views import keep
-
-KIB = 1024
-ELEMENTS = KIB // 4
 
 
 def leaf(*size: int) -> Tensor:
@@ -23,14 +20,13 @@ def leaf(*size: int) -> Tensor:
 
 
 @pytest.mark.req("S2-105")
-def test_a_tensor_that_three_layers_save_is_copied_once() -> None:
+def test_a_tensor_that_three_layers_save_is_copied_once(rig: Rig) -> None:
     x, w1, w2, w3 = (leaf(16, 16) for _ in range(4))
 
     def program(x: Tensor, *weights: Tensor) -> Tensor:
         hidden = x * 2
         return torch.cat([hidden @ weight for weight in weights])
 
-    rig = Rig()
     assert_equal_bits(gradients(program, [x, w1, w2, w3]), gradients(program, [x, w1, w2, w3], rig))
     # hidden once; each weight too, since these are no parameters
     assert (rig.spilled_bytes, rig.restored_bytes) == (4 * KIB, KIB)
@@ -40,14 +36,13 @@ def test_a_tensor_that_three_layers_save_is_copied_once() -> None:
 
 
 @pytest.mark.req("S2-105")
-def test_three_views_of_a_fused_projection_are_one_copy_of_their_union() -> None:
+def test_three_views_of_a_fused_projection_are_one_copy_of_their_union(rig: Rig) -> None:
     x = leaf(8, 32)
 
     def attention(x: Tensor) -> Tensor:
         query, key, value = (x * 2).view(8, 32).split([16, 8, 8], dim=1)
         return F.softmax(query[:, :8] @ key.t(), dim=-1) @ value
 
-    rig = Rig()
     expected = gradients(attention, [x])
     with rig.group() as group:
         result = attention(x)
@@ -58,7 +53,6 @@ def test_three_views_of_a_fused_projection_are_one_copy_of_their_union() -> None
     assert_equal_bits(expected, list(found))
     # the views lie in columns 0 to 32, so their union is the whole of the fused tensor
     assert (rig.saved, rig.spilled_bytes) == (2, KIB + 8 * 8 * 4)
-    rig.end()
 
 
 def test_a_view_saved_after_its_base_travels_with_it(rig: Rig) -> None:
@@ -72,7 +66,6 @@ def test_a_view_saved_after_its_base_travels_with_it(rig: Rig) -> None:
     y.backward()
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
     assert (rig.saved, rig.spilled_bytes, rig.restored_bytes) == (1, KIB, KIB)
-    rig.end()
 
 
 def test_views_of_two_dtypes_share_one_copy(rig: Rig) -> None:
@@ -86,7 +79,6 @@ def test_views_of_two_dtypes_share_one_copy(rig: Rig) -> None:
     y.backward()
     assert_equal_bits(expected, found)
     assert (rig.saved, rig.spilled_bytes) == (1, KIB)
-    rig.end()
 
 
 def test_groups_of_one_chunk_share_a_copy_and_chunks_do_not(rig: Rig) -> None:
@@ -100,8 +92,6 @@ def test_groups_of_one_chunk_share_a_copy_and_chunks_do_not(rig: Rig) -> None:
     assert (rig.saved, rig.spilled_bytes) == (2, 2 * KIB)
     rig.chunks.clear()  # so that the step's end drops nothing
     assert rig.engine.end_step().saved == 2
-    outputs.clear()
-    rig.end()
 
 
 def test_a_save_joins_a_copy_that_is_on_its_way_or_on_the_host(rig: Rig) -> None:
@@ -113,8 +103,6 @@ def test_a_save_joins_a_copy_that_is_on_its_way_or_on_the_host(rig: Rig) -> None
         rig.leave()
     assert rig.states() == [BlockState.SPILLED]
     assert (rig.saved, rig.spilled_bytes) == (1, KIB)
-    outputs.clear()
-    rig.end()
 
 
 def test_a_save_does_not_join_a_record_whose_handles_have_died(rig: Rig) -> None:
@@ -124,26 +112,23 @@ def test_a_save_does_not_join_a_record_whose_handles_have_died(rig: Rig) -> None
             y = keep([], shared)
         del y
     assert (rig.saved, rig.spilled_bytes) == (2, 2 * KIB)
-    rig.end()
 
 
 def test_the_forward_s_end_ends_the_sharing(rig: Rig) -> None:
     shared = torch.randn(ELEMENTS)
     with rig.group():
-        first = keep([], shared)
+        _first = keep([], shared)
     rig.chunks[0].complete()
     with rig.group():
-        second = keep([], shared)
+        _second = keep([], shared)
     assert rig.saved == 2
-    del first, second
-    rig.end()
 
 
 def test_a_changed_tensor_is_not_the_same_one(rig: Rig) -> None:
     shared = torch.randn(ELEMENTS)
     found: list[Tensor] = []
     with rig.group():
-        first = keep([], shared)
+        _first = keep([], shared)
         shared.add_(1)
         second = keep(found, shared)
     expected = shared.clone()
@@ -152,8 +137,6 @@ def test_a_changed_tensor_is_not_the_same_one(rig: Rig) -> None:
     second.backward()
     assert_equal_bits([expected], found)
     assert rig.saved == 2
-    del first, second
-    rig.end()
 
 
 def test_a_changed_tensor_is_not_the_same_one_under_a_version_of_another_count(rig: Rig) -> None:
@@ -161,7 +144,7 @@ def test_a_changed_tensor_is_not_the_same_one_under_a_version_of_another_count(r
     shared = torch.randn(ELEMENTS)
     found: list[Tensor] = []
     with rig.group():
-        first = keep([], shared)
+        _first = keep([], shared)
         # its copy has run, with the bytes of before
         rig.device.synchronize(rig.device.record(rig.device.d2h))
         shared.add_(1)
@@ -171,8 +154,6 @@ def test_a_changed_tensor_is_not_the_same_one_under_a_version_of_another_count(r
     rig.leave()
     second.backward()
     assert_equal_bits([expected], found)
-    del first, second
-    rig.end()
 
 
 def test_a_save_does_not_join_the_packed_copy_of_a_sparse_view(rig: Rig) -> None:
@@ -190,8 +171,6 @@ def test_a_save_does_not_join_the_packed_copy_of_a_sparse_view(rig: Rig) -> None
     for output in outputs:
         output.backward()
     assert [torch.equal(one, other) for one, other in zip(expected, found, strict=True)] == [True, True, True]
-    outputs.clear()
-    rig.end()
 
 
 def test_a_new_storage_at_the_address_of_one_that_has_left_is_not_taken_for_it() -> None:
@@ -210,8 +189,6 @@ def test_a_new_storage_at_the_address_of_one_that_has_left_is_not_taken_for_it()
         y = keep(found, second)
     y.backward()
     assert_equal_bits([second], found)
-    del first, y
-    rig.end()
 
 
 def test_a_receive_buffer_never_shares_a_copy(rig: Rig) -> None:
@@ -231,8 +208,6 @@ def test_a_receive_buffer_never_shares_a_copy(rig: Rig) -> None:
         output.backward()
     assert_equal_bits([torch.full((ELEMENTS,), value) for value in (1.0, 2.0)], found)
     assert (rig.saved, rig.spilled_bytes, rig.restored_bytes) == (2, 2 * KIB, 2 * KIB)
-    outputs.clear()
-    rig.end()
 
 
 def test_a_receive_buffer_is_not_taken_for_its_saved_bytes_although_it_lives(rig: Rig) -> None:
@@ -246,7 +221,6 @@ def test_a_receive_buffer_is_not_taken_for_its_saved_bytes_although_it_lives(rig
     y.backward()
     assert_equal_bits([torch.full((ELEMENTS,), 1.0)], found)
     assert rig.restored_bytes == KIB
-    rig.end()
 
 
 def test_a_part_of_a_receive_buffer_is_not_taken_for_its_saved_bytes_either(rig: Rig) -> None:
@@ -259,7 +233,6 @@ def test_a_part_of_a_receive_buffer_is_not_taken_for_its_saved_bytes_either(rig:
     buffer.numpy()[:] = 2.0
     y.backward()
     assert_equal_bits([torch.full((ELEMENTS,), 1.0)], found)
-    rig.end()
 
 
 def test_a_tensor_that_is_still_alive_is_read_without_a_copy(rig: Rig) -> None:
@@ -287,13 +260,10 @@ def test_a_tensor_whose_storage_was_freed_by_its_owner_is_fetched_back(rig: Rig)
     y.backward()
     assert_equal_bits([expected], found)
     assert rig.restored_bytes == KIB
-    rig.end()
 
 
 def test_the_bytes_of_a_group_are_counted_by_storage_and_by_save(rig: Rig) -> None:
     shared: Any = torch.randn(ELEMENTS)
     with rig.group() as group:
-        y = keep([], shared, shared, shared[:16])
+        _y = keep([], shared, shared, shared[:16])
     assert (group.nbytes, group.logical_bytes, group.slots) == (KIB, 2 * KIB + 64, 1)
-    del y
-    rig.end()

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from offload.transfer.block import BlockState, WeakStorage
-from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits
+from tests.unit.saved.rig import ELEMENTS, EXECUTORS, Rig, assert_equal_bits
 from tests.unit.saved.test_views import keep
 
-ELEMENTS = 256
 NBYTES = 4 * ELEMENTS
 SPILLED, RESIDENT = BlockState.SPILLED, BlockState.RESIDENT
 
@@ -37,8 +36,6 @@ def test_each_read_gives_an_alias_of_its_own(rig: Rig) -> None:
     assert second.data_ptr() == x.data_ptr()
     assert not second.requires_grad
     assert_equal_bits([expected], [second])
-    del packed
-    rig.end()
 
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["left", "kept"])
@@ -91,18 +88,15 @@ def test_a_group_that_an_exception_left_open_holds_nothing_that_no_graph_holds(r
         assert len(rig.blocks()) == 1
         del packed
         assert not rig.blocks()
-        packed = rig.engine.hooks.pack(value())
+        _packed = rig.engine.hooks.pack(value())
         assert rig.states() == [RESIDENT]
-    del packed
-    rig.end()
 
 
 # -- sharing -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("first_stays", [True, False])
 def test_a_storage_saved_by_a_group_that_stays_and_one_that_leaves_follows_the_first_in_each_chunk(
-    first_stays: bool,
+    first_stays: bool, rig: Rig
 ) -> None:
-    rig = Rig()
     x = value()
     expected = x.clone()
     found: list[Tensor] = []
@@ -125,7 +119,6 @@ def test_a_storage_saved_by_a_group_that_stays_and_one_that_leaves_follows_the_f
     found.clear()
     del output, outputs
     assert storage.storage() is None
-    rig.end()
 
 
 def test_a_tensor_that_stays_and_is_changed_before_it_leaves_again_is_two_records(rig: Rig) -> None:
@@ -142,13 +135,10 @@ def test_a_tensor_that_stays_and_is_changed_before_it_leaves_again_is_two_record
     assert_equal_bits([expected], found)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         before.backward()
-    del before, after
-    rig.end()
 
 
 # -- when the bytes go ---------------------------------------------------------------------------------------
-def test_what_stays_and_is_never_read_goes_with_its_graph_without_the_garbage_collector() -> None:
-    rig = Rig()
+def test_what_stays_and_is_never_read_goes_with_its_graph_without_the_garbage_collector(rig: Rig) -> None:
     x = torch.randn(ELEMENTS, requires_grad=True)
     gc.disable()
     try:
@@ -159,7 +149,6 @@ def test_what_stays_and_is_never_read_goes_with_its_graph_without_the_garbage_co
         assert storage.storage() is None
     finally:
         gc.enable()
-    rig.end()
 
 
 def test_what_stays_and_is_left_over_lets_go_of_its_bytes_at_the_end_of_the_step(rig: Rig) -> None:
@@ -187,8 +176,6 @@ def test_the_bytes_that_stay_go_when_the_last_of_their_nodes_has_run(rig: Rig) -
         assert (storage.storage() is None) == (number == 1)
     rig.transfers.reclaim_freed()
     assert rig.transfers.resident_bytes == 0
-    del output, outputs
-    rig.end()
 
 
 def test_a_tensor_that_stays_is_gone_with_its_handle_though_its_piece_is_not() -> None:
@@ -200,8 +187,6 @@ def test_a_tensor_that_stays_is_gone_with_its_handle_though_its_piece_is_not() -
     assert first.storage() is None
     assert second.storage() is not None
     assert [block.nbytes for block in rig.blocks()] == [2 * NBYTES]
-    packed.clear()
-    rig.end()
 
 
 def test_what_has_died_is_counted_out_before_the_next_save_is_counted_in(rig: Rig) -> None:

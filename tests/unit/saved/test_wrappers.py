@@ -16,10 +16,8 @@ from torch.utils._pytree import tree_map
 
 from offload.saved.handles import Handle, Passed
 from offload.transfer.block import WeakStorage
-from tests.unit.saved.rig import Rig, assert_equal_bits
+from tests.unit.saved.rig import ELEMENTS, Rig, assert_equal_bits
 from tests.unit.saved.test_views import keep
-
-ELEMENTS = 256
 
 
 def distributed(mesh: DeviceMesh, placement: Shard | Replicate, *size: int) -> DTensor:
@@ -33,7 +31,7 @@ def local(value: Tensor | None) -> Tensor:
 
 
 # -- DTensor -------------------------------------------------------------------------------------------------
-def test_the_local_shard_of_a_dtensor_leaves_and_comes_back(mesh: DeviceMesh) -> None:
+def test_the_local_shard_of_a_dtensor_leaves_and_comes_back(mesh: DeviceMesh, rig: Rig) -> None:
     """Its members are the shard and, in newer versions of torch, the mesh, which is no tensor."""
 
     def program(x: DTensor) -> Tensor:
@@ -41,7 +39,6 @@ def test_the_local_shard_of_a_dtensor_leaves_and_comes_back(mesh: DeviceMesh) ->
 
     x = distributed(mesh, Shard(0), 8, 16).requires_grad_()
     (expected,) = torch.autograd.grad(program(x), [x])
-    rig = Rig()
     with rig.group():
         y = program(x)
     rig.leave()
@@ -65,22 +62,17 @@ def test_a_dtensor_is_put_together_with_its_placements(rig: Rig, mesh: DeviceMes
     assert (found.placements, found.device_mesh) == ((Shard(1),), mesh)
     assert_equal_bits([expected], [local(found)])
     assert rig.restored_bytes == 8 * 16 * 4
-    del packed
-    rig.end()
 
 
-def test_a_saved_dtensor_holds_no_bytes_of_its_own(mesh: DeviceMesh) -> None:
+def test_a_saved_dtensor_holds_no_bytes_of_its_own(mesh: DeviceMesh, rig: Rig) -> None:
     distributed(mesh, Shard(0), 8, 16).detach()  # torch's first dispatch of an operation leaves a ring behind
-    rig = Rig()
     value = distributed(mesh, Shard(0), 8, 16)
     storage = WeakStorage(local(value).untyped_storage())
     with rig.group():
-        packed = rig.engine.hooks.pack(value)
+        _packed = rig.engine.hooks.pack(value)
     del value
     rig.leave()
     assert storage.storage() is None
-    del packed
-    rig.end()
 
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["spilled", "kept"])
@@ -94,21 +86,16 @@ def test_a_dtensor_that_is_changed_after_it_was_saved_is_found_out(mesh: DeviceM
     y.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.sum().backward()
-    del z
-    rig.end()
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_the_weights_of_a_distributed_layer_never_leave(mesh: DeviceMesh, autocast: bool) -> None:
+def test_the_weights_of_a_distributed_layer_never_leave(mesh: DeviceMesh, autocast: bool, rig: Rig) -> None:
     layer = distribute_module(nn.Linear(16, 32), mesh)
     x = distributed(mesh, Replicate(), 4, 16).requires_grad_()
-    rig = Rig()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), rig.group():
         y = layer(x)
     assert {size[0] for size in rig.sizes} == {4}  # rows of the input
     y.sum().backward()
-    del y
-    rig.end()
 
 
 def test_the_shard_of_a_registered_or_opted_out_dtensor_stays(rig: Rig, mesh: DeviceMesh) -> None:
@@ -146,8 +133,6 @@ def test_fully_sharded_layers_give_the_same_gradients_and_their_weights_stay(mes
     y.backward()
     assert_equal_bits(expected, gradients())
     assert {size[0] for size in rig.sizes} == {4}
-    del y
-    rig.end()
 
 
 # -- collectives ---------------------------------------------------------------------------------------------
@@ -174,7 +159,7 @@ def test_the_result_of_a_running_collective_is_waited_for_before_it_leaves(mesh:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_gathered_tensor_may_be_saved_by_several_operations(mesh: DeviceMesh) -> None:
+def test_a_gathered_tensor_may_be_saved_by_several_operations(mesh: DeviceMesh, rig: Rig) -> None:
     x = torch.randn(ELEMENTS, requires_grad=True)
 
     def program() -> Tensor:
@@ -182,14 +167,11 @@ def test_a_gathered_tensor_may_be_saved_by_several_operations(mesh: DeviceMesh) 
         return (gathered.sin() * gathered).sum()
 
     (expected,) = torch.autograd.grad(program(), [x])
-    rig = Rig()
     with rig.group():
         y = program()
     rig.leave()
     (found,) = torch.autograd.grad(y, [x])
     assert_equal_bits([expected], [found])
-    del y
-    rig.end()
 
 
 # -- handwritten wrappers ------------------------------------------------------------------------------------
@@ -282,20 +264,17 @@ def test_the_parts_of_a_wrapper_leave_each_on_its_own(rig: Rig) -> None:
     assert x.grad is not None
     assert_equal_bits([expected], [x.grad])
     assert rig.restored_bytes == ELEMENTS
-    del y
-    rig.end()
 
 
 @pytest.mark.parametrize("is_own_alias", [False, True])
 def test_a_wrapper_whose_aliases_share_what_holds_its_parts_keeps_them(
-    monkeypatch: pytest.MonkeyPatch, is_own_alias: bool
+    monkeypatch: pytest.MonkeyPatch, is_own_alias: bool, rig: Rig
 ) -> None:
     """What counts its versions was an alias whose members were set to None, and so were the wrapper's: a
     quantized weight was gone after the first save of it."""
     monkeypatch.setattr(InDict, "is_own_alias", is_own_alias)
     data, scale = torch.randint(-128, 127, (ELEMENTS,), dtype=torch.int8), torch.randn(1)
     whole = InDict(data, scale)
-    rig = Rig()
     with rig.group():
         packed = rig.engine.hooks.pack(whole)
     assert whole.parts == {"data": data, "scale": scale}
@@ -306,8 +285,6 @@ def test_a_wrapper_whose_aliases_share_what_holds_its_parts_keeps_them(
     found = rig.engine.hooks.unpack(packed)
     assert isinstance(found, Scaled)
     assert torch.equal(found.scale_part, scale)
-    del packed, found
-    rig.end()
 
 
 @pytest.mark.parametrize(("tagged", "leaves"), [("whole", 0), ("data", 0), ("scale", ELEMENTS)])
@@ -322,8 +299,6 @@ def test_a_tag_on_a_wrapper_or_on_a_part_of_it_keeps_what_it_is_on(tagged: str, 
     found = rig.engine.hooks.unpack(packed)
     assert isinstance(found, Scaled)
     assert_equal_bits([data, scale], [found.data_part, found.scale_part])
-    del packed, found
-    rig.end()
 
 
 def test_a_wrapper_in_a_wrapper_is_taken_apart_to_the_bottom(rig: Rig) -> None:
@@ -334,8 +309,6 @@ def test_a_wrapper_in_a_wrapper_is_taken_apart_to_the_bottom(rig: Rig) -> None:
     found = rig.engine.hooks.unpack(packed)
     assert isinstance(found, Scaled)
     assert isinstance(found.data_part, Scaled)
-    del packed, found
-    rig.end()
 
 
 def test_a_wrapper_that_does_not_say_what_it_is_made_of_passes_through(rig: Rig) -> None:
@@ -360,33 +333,27 @@ def test_a_subclass_of_ordinary_bytes_passes_through_and_keeps_its_type(rig: Rig
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_jagged_tensor_keeps_its_ragged_size() -> None:
+def test_a_jagged_tensor_keeps_its_ragged_size(rig: Rig) -> None:
     """Two ragged sizes are equal if their offsets are one object, so the offsets stay; the values leave."""
     parts = [torch.randn(3, 4), torch.randn(5, 4)]
     x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
     (expected,) = torch.autograd.grad((x * x.sin()).values().sum(), [x])
-    rig = Rig()
     with rig.group():
         y = x * x.sin()
     rig.leave()
     (found,) = torch.autograd.grad(y.values().sum(), [x])
     assert_equal_bits([expected.values()], [found.values()])
     assert rig.restored_bytes == 8 * 4 * 4  # of the sine; x lives
-    del y
-    rig.end()
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_jagged_tensor_that_was_saved_keeps_its_lengths_and_is_found_out_if_changed() -> None:
+def test_a_jagged_tensor_that_was_saved_keeps_its_lengths_and_is_found_out_if_changed(rig: Rig) -> None:
     """Its least and greatest length were gone from it, and padding it gave other sizes: another loss."""
     x = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(5, 4)], layout=torch.jagged)
     padded = torch.nested.to_padded_tensor(x, 0.0)
-    rig = Rig()
     with rig.group():
         packed = rig.engine.hooks.pack(x)
     assert torch.equal(torch.nested.to_padded_tensor(x, 0.0), padded)
     x.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         rig.engine.hooks.unpack(packed)
-    del packed
-    rig.end()

@@ -146,11 +146,7 @@ def test_what_was_asked_is_reached_or_not_by_the_rows_of_the_run() -> None:
     zipf = row_of(100.0, pinned_growth=0, pinned_held=110, pinned_lent_peak=100, step_ms_max=131.0)
     assert [
         line.rpartition(": ")[2] for line in asked_lines("zipf", {"nothing": nothing, "groups": zipf})
-    ] == [
-        "reached",
-        "reached",
-        "NOT reached",
-    ]
+    ] == ["reached", "reached", "NOT reached"]
 
 
 @pytest.mark.parametrize(

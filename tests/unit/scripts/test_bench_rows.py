@@ -140,7 +140,6 @@ def test_our_row_announces_every_action_in_order(fake: FakeOffload) -> None:
     assert fake.manager.calls == [
         call for part in expected.split("|") for call in (part.split(" ") if part[0] == "F" else [part])
     ]
-    assert fake.config is not None
     assert (fake.config.device_limit_bytes, fake.config.max_spilling_bytes, fake.config.piece_bytes) == (
         1000,
         10,

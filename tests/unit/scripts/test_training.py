@@ -59,10 +59,7 @@ TWO = Ranks(0, 2, 0, 2)
             ["--preset", "moe", "--expert-parallel", "3"],
             "8 experts cannot be shared equally by --expert-parallel 3 ranks",
         ),
-        (
-            ["--preset", "moe", "--expert-parallel", "4"],
-            "--expert-parallel 4 does not divide 2 ranks",
-        ),
+        (["--preset", "moe", "--expert-parallel", "4"], "--expert-parallel 4 does not divide 2 ranks"),
         (["--preset", "moe", "--top-k", "9"], "top_k is 9, and there are 8 experts"),
         (
             ["--preset", "moe", "--expert-parallel", "2", "--input-kept", "unpermuted"],

@@ -176,7 +176,6 @@ def test_counting_fetches_no_streamed_weight_and_changes_no_bit() -> None:
         torch.manual_seed(0)
         gc.collect()  # models of other tests
         manager = PipelineOffloadManager.OFFLOAD_MGR
-        assert manager is not None
         before_bytes, _ = Holdings(manager.engine.device.owns).weights_and_gradients()
         blocks = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
         with streams_from(1), offload.activations(blocks, weights="10KB") as handle:

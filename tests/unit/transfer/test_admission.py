@@ -10,14 +10,7 @@ from offload.device import Event
 from offload.device.sim import SimDevice
 from offload.ids import Owner
 from offload.memory.budget import LocalHostBudget
-from offload.transfer.copier import (
-    CapsAdmission,
-    DenialReason,
-    Denied,
-    Direction,
-    Lease,
-    Priority,
-)
+from offload.transfer.copier import CapsAdmission, DenialReason, Denied, Direction, Lease, Priority
 from offload.transfer.limits import Limits
 from tests.unit.saved.rig import Rig, assert_equal_bits, gradients
 
@@ -101,25 +94,21 @@ def test_a_prefetch_that_is_denied_moves_nothing() -> None:
     arbiter = Arbiter(Direction.H2D)
     rig = Rig(admission=arbiter)
     with rig.group():
-        y = (torch.randn(256, requires_grad=True) * 2).sin()
+        _y = (torch.randn(256, requires_grad=True) * 2).sin()
     rig.leave()
     rig.chunks[0].complete()
     rig.pump()
     assert arbiter.priorities(Direction.H2D) == [Priority.SPECULATIVE]
     assert rig.restored_bytes == 0
     assert rig.transfers.in_flight() == (0, 0)
-    del y
-    rig.end()
 
 
 def test_a_piece_asks_once_whatever_it_holds() -> None:
     arbiter = Arbiter()
     rig = Rig(admission=arbiter, piece_bytes=1 << 20)
     with rig.group():
-        y = (torch.randn(256, requires_grad=True) * 2).sin().sin().sin()
+        _y = (torch.randn(256, requires_grad=True) * 2).sin().sin().sin()
     assert [asked[:2] for asked in arbiter.asked] == [(3 * 1024, Direction.D2H)]
-    del y
-    rig.end()
 
 
 def test_each_lease_ends_once_with_the_event_of_its_copy() -> None:
@@ -140,17 +129,15 @@ def test_a_lease_ends_where_the_host_has_no_block() -> None:
     arbiter = Arbiter()
     rig = Rig(admission=arbiter, budget=LocalHostBudget(0))
     with rig.group():
-        y = (torch.randn(256, requires_grad=True) * 2).sin()
+        _y = (torch.randn(256, requires_grad=True) * 2).sin()
     assert [lease.ends for lease in arbiter.leases] == [[None]]
-    del y
-    rig.end()
 
 
 def test_a_lease_ends_where_the_device_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     arbiter = Arbiter()
     rig = Rig(admission=arbiter)
     with rig.group():
-        y = (torch.randn(256, requires_grad=True) * 2).sin()
+        _y = (torch.randn(256, requires_grad=True) * 2).sin()
     rig.leave()
 
     def full(self: SimDevice, nbytes: int) -> torch.Tensor:
@@ -162,8 +149,6 @@ def test_a_lease_ends_where_the_device_has_no_room(monkeypatch: pytest.MonkeyPat
     with pytest.raises(torch.OutOfMemoryError):
         rig.transfers.restore(records, Priority.REQUIRED)
     assert [lease.ends for lease in arbiter.leases[1:]] == [[None], [None]]
-    del y
-    rig.end()
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -188,7 +173,6 @@ def test_a_lease_ends_where_a_copy_fails(direction: Direction, monkeypatch: pyte
             moves()
     assert len(arbiter.leases[-1].ends) == 1
     assert arbiter.leases[-1].ends[0] is not None
-    rig.end()
 
 
 @pytest.mark.parametrize("lower", [Priority.BACKGROUND, Priority.SPECULATIVE])

@@ -12,14 +12,7 @@ from offload import OffloadConfig
 from offload.compat.stagehand.activations import ActivationRuntime
 from offload.engine import OffloadEngine
 from offload.groups.manager import GroupsManager
-from offload.transfer.limits import (
-    CONFIG,
-    DEFAULT,
-    DEFAULT_IN_FLIGHT_BYTES,
-    PLAN,
-    Contributor,
-    Limits,
-)
+from offload.transfer.limits import CONFIG, DEFAULT, DEFAULT_IN_FLIGHT_BYTES, PLAN, Contributor, Limits
 from tests.inside import caps_of
 from tests.threads import run_all
 

@@ -18,10 +18,8 @@ from offload.device import CopyPair, Event, Lane
 from offload.device.sim import ExecutorName, SimDevice
 from offload.transfer.block import BlockState
 from offload.transfer.copier import Priority
-from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits
+from tests.unit.saved.rig import EXECUTORS, KIB, Rig, assert_equal_bits
 from tests.unit.saved.test_views import keep
-
-KIB = 1024
 
 
 class SmallDevice(SimDevice):
@@ -138,8 +136,6 @@ def test_a_reader_without_room_gets_what_spills_in_flight_and_fetched_records_he
     device.heal()
     y.backward()
     assert_equal_bits(expected, found)
-    del y
-    rig.end()
 
 
 def test_a_reader_that_no_room_can_be_made_for_raises_and_may_read_again_later(device: SmallDevice) -> None:
@@ -156,8 +152,6 @@ def test_a_reader_that_no_room_can_be_made_for_raises_and_may_read_again_later(d
     found.clear()
     y.backward()
     assert_equal_bits(expected, found)
-    del y
-    rig.end()
 
 
 # -- calls that fail half-way --------------------------------------------------------------------------------
@@ -211,8 +205,6 @@ def test_host_bytes_of_a_spill_that_failed_before_it_waited_are_not_written_unde
         y, _ = save_all(rig, 4, [])  # d2h writes them
         rig.leave()
     y.backward()
-    del y
-    rig.end()
 
 
 def test_host_memory_of_a_spill_that_failed_is_not_released_under_its_copies(device: SmallDevice) -> None:
@@ -220,11 +212,9 @@ def test_host_memory_of_a_spill_that_failed_is_not_released_under_its_copies(dev
     device.copies_left = 0
     kept = values(4)
     with pytest.raises(torch.OutOfMemoryError), rig.group(commit=True):
-        y = keep([], *kept)
+        _y = keep([], *kept)
     device.heal()
     assert rig.engine.arena.trim(0) > 0
-    del y
-    rig.end()
 
 
 def test_host_memory_of_a_restore_that_failed_is_not_released_under_its_copies(device: SmallDevice) -> None:
@@ -255,8 +245,6 @@ def test_a_restore_that_fails_can_be_tried_again(device: SmallDevice, fails: str
     device.heal()
     y.backward()
     assert_equal_bits(expected, found)
-    del y
-    rig.end()
 
 
 def test_a_restore_after_one_that_failed_before_its_copies_still_waits_for_the_spill(
@@ -276,8 +264,6 @@ def test_a_restore_after_one_that_failed_before_its_copies_still_waits_for_the_s
         assert rig.transfers.restore(rig.blocks(), Priority.SPECULATIVE) is not None
     y.backward()
     assert_equal_bits(expected, found)
-    del y
-    rig.end()
 
 
 def test_a_sparse_view_that_there_is_no_room_to_pack_leaves_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +278,6 @@ def test_a_sparse_view_that_there_is_no_room_to_pack_leaves_whole(monkeypatch: p
     def full(*_arguments: object, **_keywords: object) -> Tensor:
         raise torch.OutOfMemoryError("no room for the packed copy")
 
-    assert group.deferred is not None
     record = group.deferred[0]()
     assert record is not None
     packed_bytes = rig.engine.store._packed_bytes(record)

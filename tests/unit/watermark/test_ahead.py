@@ -183,7 +183,6 @@ def test_host_memory_is_not_a_fixed_pool_it_grows_to_what_is_spilled() -> None:
     with runtime_of(engine=engine, high=8 * TENSOR, low=6 * TENSOR) as runtime:
         train(blocks(8), runtime)
         metrics = runtime.last_metrics
-        assert metrics is not None
         assert runtime.pool is None
         assert (metrics.pool_hits, metrics.pool_misses) == (metrics.activations_spilled, 0)
         assert metrics.activations_spilled > 0
@@ -199,7 +198,6 @@ def test_a_host_that_has_no_memory_left_is_said_once_and_tensors_stay(
     ) as runtime:
         assert train(blocks(8), runtime) == plain
         metrics = runtime.last_metrics
-        assert metrics is not None
         assert metrics.activations_spilled <= 2
         assert runtime.last_details.times_over > 0
         assert runtime.last_details.forecast_bytes == 2 * TENSOR, (
@@ -228,10 +226,7 @@ def test_memory_that_nobody_saves_is_seen_after_so_many_saves_at_the_latest(befo
     of it."""
     allocated, engine = before * TENSOR, engine_of(piece_bytes=32 * MIB)
     fields: dict[str, Any] = {"high": 100 * TENSOR, "low": 90 * TENSOR, "memory_allocated": lambda: allocated}
-    with (
-        runtime_of(engine=engine, **fields) as runtime,
-        runtime.managed_forward(),
-    ):
+    with runtime_of(engine=engine, **fields) as runtime, runtime.managed_forward():
         x, spilled = batch(0, 8).requires_grad_(), []
         for _ in range(calls + 2):
             x = x.sigmoid()

@@ -57,8 +57,7 @@ def test_a_configuration_that_cannot_work_is_refused(
 
 @pytest.mark.req("S0-25", "S0-26")
 @pytest.mark.parametrize(
-    ("nbytes", "expected"),
-    [(1, 1), (MIB, 1), (MIB + 1, 4), (4 * MIB, 4), (200 * MIB, 256), (256 * MIB, 256)],
+    ("nbytes", "expected"), [(1, 1), (MIB, 1), (MIB + 1, 4), (4 * MIB, 4), (200 * MIB, 256), (256 * MIB, 256)]
 )
 def test_the_smallest_class_that_fits_serves(nbytes: int, expected: int) -> None:
     backend = CPUSpillBackend()

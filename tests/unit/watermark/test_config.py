@@ -77,10 +77,7 @@ def test_the_sources_json_file_loads_and_lists_count_as_tuples(tmp_path: Path) -
     config = ActivationConfig.load(path)
     assert config == ActivationConfig.load(found)
     assert config == ActivationConfig(
-        enabled=False,
-        vram_high_watermark_mb=30000,
-        slabs_per_class=(8, 1),
-        pinned_pool_classes_mb=(1, 4),
+        enabled=False, vram_high_watermark_mb=30000, slabs_per_class=(8, 1), pinned_pool_classes_mb=(1, 4)
     )
     assert ActivationConfig.load(file_of(slabs_per_class=3)).slabs_per_class == 3
 

@@ -63,7 +63,6 @@ def test_of_two_shapes_that_begin_alike_the_one_that_fits_is_followed() -> None:
     forecast = curves.forecast(0)
     assert forecast.saved(10, 110) == 160, "the one seen last"
     assert forecast.saved(20, 130) == 130
-    assert forecast.curve is not None
     assert forecast.curve.sizes == (10, 20)
 
 

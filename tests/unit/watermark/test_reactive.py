@@ -115,7 +115,6 @@ def test_below_the_mark_a_tensor_is_kept_without_a_copy_an_allocation_or_a_trans
         assert runtime.engine.arena.stats().lent == 0
         assert meter.allocated() <= tensor.nbytes  # of the aliases of the one storage
         metrics = runtime.step_end()
-        assert metrics is not None
         assert (metrics.activations_saved, metrics.activations_kept) == (1, 1)
 
 
@@ -126,13 +125,10 @@ def test_above_the_mark_a_record_is_returned_and_the_device_tensor_let_go() -> N
         packed = packed_by(runtime, tensor)
         assert type(packed) is Handle
         record = runtime.registry.get(packed)
-        assert record is not None
         assert record.state is ActivationState.SPILLED, "the forward's end has finalized it"
         block = packed.record.block
         assert block.device_bytes is None
-        assert packed.probe is not None
         assert packed.probe.untyped_storage().nbytes() == 0
-        assert record.buffer is not None
         assert record.buffer.lender is runtime.pool
         del tensor
         assert block.storage() is None, "nobody holds it any more"
@@ -145,7 +141,6 @@ def test_what_was_spilled_comes_back_bit_by_bit_before_it_is_read(executor: Any)
     with reactive(lambda: FULL, executor=executor) as runtime:
         assert train(blocks(6), runtime) == plain
         metrics = runtime.last_metrics
-        assert metrics is not None
         assert metrics.activations_spilled == metrics.activations_saved == 2 * 6 + 1
 
 
@@ -220,7 +215,6 @@ def test_with_a_cap_of_one_all_leave_one_after_the_other() -> None:
             output.sum().backward()
         assert restoring == [0] * 5, "each is waited for by its own reader"
         metrics = runtime.step_end()
-        assert metrics is not None
         assert (metrics.activations_spilled, metrics.activations_restored) == (5, 5)
 
 
@@ -229,7 +223,6 @@ def test_without_inline_finalize_exactly_one_leaves() -> None:
     with reactive(lambda: FULL, inline_finalize=False) as runtime:
         outputs = save_all(runtime, sources(5))
         metrics = runtime.step_end()
-        assert metrics is not None
         assert (metrics.activations_spilled, metrics.activations_kept) == (1, 4)
         del outputs
 
@@ -253,7 +246,6 @@ def test_a_cap_of_zero_keeps_everything_and_waits_for_nothing(by: str) -> None:
         for output in outputs:
             output.sum().backward()
         metrics = runtime.step_end()
-        assert metrics is not None
         assert (metrics.activations_saved, metrics.activations_spilled) == (3, 0)
         assert metrics.stall_count == 0
         runtime.close()
@@ -265,14 +257,12 @@ def test_time_in_inline_finalize_is_counted_as_stall() -> None:
     with reactive(lambda: FULL, executor="late") as runtime:
         outputs = save_all(runtime, sources(4))
         metrics = runtime.step_end()
-        assert metrics is not None
         assert metrics.stall_count == 4, "no copy had ended when it was waited for"
         assert metrics.stall_time_ms > 0
         del outputs
     with reactive(lambda: FULL, executor="early") as runtime:
         outputs = save_all(runtime, sources(4))
         metrics = runtime.step_end()
-        assert metrics is not None
         assert (metrics.stall_count, metrics.stall_time_ms) == (0, 0.0)
         del outputs
 
@@ -305,7 +295,6 @@ def test_between_the_marks_spilling_goes_on() -> None:
     with reactive(list(readings)) as runtime:
         outputs = save_all(runtime, sources(len(readings)))
         metrics = runtime.step_end()
-        assert metrics is not None
         assert metrics.activations_spilled == 2, "at the mark, and until below the low one"
         del outputs
 
@@ -314,12 +303,10 @@ def test_between_the_marks_spilling_goes_on() -> None:
 def test_hits_and_misses_of_the_fixed_pool_are_the_spilled_tensors() -> None:
     with reactive(lambda: FULL, pinned_pool_classes_mb=(1,), slabs_per_class=2) as runtime:
         outputs = save_all(runtime, sources(5))
-        assert runtime.pool is not None
         assert runtime.pool.free_slabs == {MIB: 0}
         for output in outputs:
             output.sum().backward()
         metrics = runtime.step_end()
-        assert metrics is not None
         assert (metrics.pool_hits, metrics.pool_misses) == (2, 3)
         assert metrics.activations_spilled == 5
         assert metrics.spill_bytes == 5 * TENSOR
@@ -333,7 +320,6 @@ def test_a_checksum_that_does_not_match_is_an_error() -> None:
     with reactive(lambda: FULL, debug_checksums=True) as runtime:
         (output,) = save_all(runtime, sources(1))
         (record,) = list(runtime.registry)
-        assert record.buffer is not None
         record.buffer.extents[0].numpy()[3] ^= 1
         with pytest.raises(
             OffloadError, match=r"32,768 bytes in host memory are not the ones that .*checksum"
@@ -348,12 +334,10 @@ def test_a_tensor_below_the_threshold_is_kept_unless_recompute_is_not_preferred(
     with reactive(lambda: FULL, recompute_threshold_bytes=TENSOR + 1) as runtime:
         outputs = save_all(runtime, sources(2))
         metrics = runtime.step_end()
-        assert metrics is not None
         assert metrics.activations_spilled == 0
         runtime.checkpoints.prefer_recompute = False
         outputs += save_all(runtime, sources(2))
         metrics = runtime.step_end()
-        assert metrics is not None
         assert metrics.activations_spilled == 2
         del outputs
 
@@ -392,7 +376,6 @@ def test_the_sources_sample_step_has_its_counts_and_its_hit_rate() -> None:
                 outputs.append(Keep.apply(source[: nbytes // 4].clone().requires_grad_())[:1])
         metrics = runtime.step_end()
         del outputs
-    assert metrics is not None
     assert (metrics.activations_saved, metrics.activations_kept) == (636, 214)
     assert metrics.activations_spilled == 422
     assert metrics.spill_bytes == 412 * small + 10 * large == 393_800_000

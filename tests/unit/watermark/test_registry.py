@@ -24,7 +24,6 @@ def test_a_record_says_all_of_its_tensor_and_is_found_by_handle_and_by_id() -> N
     with runtime_of(high=1 << 30, low=1 << 30) as runtime:
         (handle,) = saved(runtime, 1)
         record = runtime.registry.get(handle)
-        assert record is not None
         assert runtime.registry.get(record.id) == record
         assert str(record.id) == "forward 0/saved#0[0]"
         assert record.state is State.KEPT

@@ -113,7 +113,6 @@ def test_the_peak_is_the_steps_own() -> None:
         peaks: list[float] = []
 
         def note() -> None:
-            assert runtime.last_metrics is not None
             peaks.append(runtime.last_metrics.vram_peak_mb)
 
         train(blocks(6), runtime, rows=rows.__getitem__, after=note)
@@ -172,7 +171,6 @@ def test_the_peak_falls_by_the_storage_bytes_that_were_spilled(order: str) -> No
         fields: dict[str, Any] = {"order": order, "high": high, "low": high - TENSOR}
         with runtime_of(engine=engine, memory_allocated=meter.allocated, **fields) as runtime:
             fallen = without - peak_of(24, runtime, meter)
-            assert runtime.last_metrics is not None
             spilled = runtime.last_metrics.spill_bytes
             details = runtime.last_details
     assert abs(fallen - spilled) <= 0.3 * spilled, "as S2-99 has it, without its 20 MiB"
@@ -251,7 +249,6 @@ def test_a_leftover_of_4_mb_a_step_keeps_nothing_into_the_next(
                 leftovers.append(source.square())  # its input, 4 MB
             del source
             metrics = runtime.step_end()
-            assert metrics is not None
             assert metrics.activations_spilled == 2
             assert not list(runtime.registry)
         assert engine.transfers.device_bytes == 0
@@ -291,7 +288,6 @@ def test_what_leaves_in_a_later_step_than_its_own_adds_up_in_both() -> None:
                 losses.append(blocks(8)(batch(0)).square().mean())
             stats = engine.end_step()
             own, metrics = stats.clients["watermark"], runtime.last_metrics
-            assert metrics is not None
             assert stats.spill_bytes == leaving * TENSOR
             assert stats.kept_bytes == own.kept_bytes == kept * TENSOR
             assert metrics.activations_kept == kept
@@ -307,7 +303,6 @@ def test_what_leaves_in_a_later_step_than_its_own_adds_up_in_both() -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_beside_checkpoints_inputs_leave_and_what_is_recomputed_does_not(order: str, reentrant: bool) -> None:
     def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-        assert isinstance(model, nn.Sequential)
         x = x.requires_grad_()
         for block in model:
             x = checkpoint(block, x, use_reentrant=reentrant)
@@ -317,7 +312,6 @@ def test_beside_checkpoints_inputs_leave_and_what_is_recomputed_does_not(order: 
     with runtime_of(**short(order, high=3 * TENSOR, low=2 * TENSOR)) as runtime:
         assert train(blocks(8), runtime, loss_of=loss_of) == plain
         metrics = runtime.last_metrics
-        assert metrics is not None
         # the inputs of eight checkpoints, and what the loss saves; nothing of the recompute
         assert metrics.activations_saved == 9
         assert 0 < metrics.activations_spilled == metrics.activations_restored
@@ -415,12 +409,10 @@ def test_two_models_and_two_threads_share_a_runtime() -> None:
             thread.join()
         runtime.budget.read()
         for loss in losses:
-            assert loss is not None
             loss.backward()
         found = [[one.grad for one in model.parameters()] for model in models]
         runtime.step_end()
         metrics = runtime.last_metrics
-        assert metrics is not None
         assert metrics.activations_spilled == metrics.activations_restored > 0
     for gradients, wanted in zip(found, plain, strict=True):
         assert [one.numpy().tobytes() for one in gradients if one is not None] == wanted[: len(gradients)]
@@ -434,7 +426,6 @@ def test_an_operator_that_writes_what_it_has_saved_is_waited_for_by_other_thread
         x, other, outputs = batch(0).requires_grad_(), blocks(4), []
 
         def in_between() -> None:
-            assert runtime is not None
             with runtime.managed_forward():
                 outputs.append(other(batch(1)).sum())
 
@@ -499,8 +490,6 @@ def test_two_runtimes_on_one_engine_each_count_their_own() -> None:
             other = blocks(3)(batch(0)).square().mean()
         (loss + other).backward()
         first.step_end()
-        assert first.last_metrics is not None
-        assert second.last_metrics is not None
         assert (first.last_metrics.activations_saved, second.last_metrics.activations_saved) == (17, 7)
         second.close()
         assert not engine.closed, "the first still uses it"
@@ -550,7 +539,6 @@ def test_no_step_end_is_no_leak(caplog: pytest.LogCaptureFixture) -> None:
             loss.backward()
         assert len(runtime.scheduler.forwards) <= 256
         metrics = runtime.step_end()
-        assert metrics is not None
         assert metrics.activations_saved == 3 * 300, "also of the forwards that were forgotten meanwhile"
         assert runtime.engine.last_stats.clients["watermark"].kept_bytes == 3 * 300 * TENSOR // 16
         assert runtime.last_details.forwards_lost == 0

@@ -61,9 +61,7 @@ def timed_steps(
             return grad
 
     def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-        assert isinstance(model, nn.Sequential)
         for layer in list(model)[: None if layers_of is None else layers_of(len(found))]:
-            assert isinstance(layer, nn.Sequential)
             for part in layer:
                 x = Timed.apply(part(x))
         return x.square().mean()
@@ -79,7 +77,6 @@ def timed_steps(
 
             def note() -> None:
                 metrics, details = runtime.last_metrics, runtime.last_details
-                assert metrics is not None
                 waited_s = device.stall_s + device.blocked_s
                 found.append(
                     TimedStep(

@@ -91,11 +91,16 @@ class Pair:
             return ours, HybridDeviceOptimizer(params[1], 1.0, **given, engine=OffloadEngine(device="sim"))
         return ours, torch.optim.AdamW(params[1], lr=1e-2, fused=True)
 
+    @contextmanager
+    def stepping(self, overlap: Overlap, **options: Any) -> Iterator[tuple[HybridDeviceOptimizer, Any]]:
+        """The same as `with_state_on_host`, closed behind the block."""
+        optimizers = self.with_state_on_host(overlap, **options)
+        yield optimizers
+        for optimizer in optimizers:
+            getattr(optimizer, "close", int)()
+
     def train(
-        self,
-        steps: int = 4,
-        loss: Loss = squares,
-        optimizers: tuple[Optimizer, Optimizer] | None = None,
+        self, steps: int = 4, loss: Loss = squares, optimizers: tuple[Optimizer, Optimizer] | None = None
     ) -> None:
         """Each loss, gradient and weight is that of the plain model, bit for bit."""
         ours, its = optimizers or self.optimizers()

@@ -562,7 +562,6 @@ def test_the_figures_are_told() -> None:
     with mixtures() as pair:
         train(pair, 4)
         text, figures = str(pair.handle.explain()), pair.figures
-        assert figures is not None
         assert f"{2 * LAYERS} weights stream by the expert" in text
         assert figures.expert_hits + figures.expert_misses > 0
         assert figures.streamed_bytes == sum(

@@ -53,13 +53,11 @@ def close(optimizers: tuple[Optimizer, Optimizer]) -> None:
 
 def test_only_steps_in_the_backward_queue_more_than_two_buckets_to_the_host(overlap: Overlap) -> None:
     """Four of 64 MiB take 16 ms, for which another client's copy would wait."""
-    with streamed() as pair:
-        optimizers = pair.with_state_on_host(overlap)
+    with streamed() as pair, pair.stepping(overlap) as optimizers:
         for _ in range(2):
             step(optimizers, pair)
         slots = 5 if overlap == "backward" else 3
         assert optimizers[0].ring_bytes == slots * 4096 * 4  # two moments, weights, gradients
-        close(optimizers)
 
 
 def step(optimizers: tuple[Optimizer, Optimizer], pair: Pair, x: Tensor | None = None, **how: Any) -> None:
@@ -82,8 +80,10 @@ def test_a_loop_has_the_bits_of_plain_torch_and_fetches_no_block_more(
     """Each two of overlap, share and weights meet under each executor."""
     stay, nth = STAYING[weights], [*STAYING].index(weights)
     executor = EXECUTORS[(OVERLAPS.index(overlap) + SHARES.index(share) + nth) % 3]
-    with streamed(executor=executor, weights=weights) as pair:
-        optimizers = pair.with_state_on_host(overlap, cpu_share=share)
+    with (
+        streamed(executor=executor, weights=weights) as pair,
+        pair.stepping(overlap, cpu_share=share) as optimizers,
+    ):
         pair.train(5, optimizers=optimizers)
         figures = pair.figures
         if overlap == "step":  # else a block whose step is not issued yet is fetched late, in another's place
@@ -91,7 +91,6 @@ def test_a_loop_has_the_bits_of_plain_torch_and_fetches_no_block_more(
             assert figures.in_bytes == 2 * (BLOCKS - stay) * BLOCK_BYTES
         assert figures.out_bytes == 0  # the step itself writes the masters
         assert pair.stream.residency.present_bytes_peak == stay * BLOCK_BYTES
-        close(optimizers)
 
 
 def test_a_block_has_weights_of_which_some_are_stepped_on_the_device(overlap: Overlap) -> None:
@@ -132,10 +131,8 @@ def test_masters_of_half_precision_weights(overlap: Overlap, share: float) -> No
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return squares(model, x.to(torch.bfloat16).requires_grad_())
 
-    with streamed(model) as pair:
-        optimizers = pair.with_state_on_host(overlap, masters=True, cpu_share=share)
+    with streamed(model) as pair, pair.stepping(overlap, masters=True, cpu_share=share) as optimizers:
         pair.train(5, loss, optimizers)
-        close(optimizers)
 
 
 @pytest.mark.parametrize("gradients", ["host", "device"])
@@ -148,11 +145,7 @@ def test_weights_and_gradients_have_no_second_copy_on_the_host(
         weights = [w.parameter for block in pair.stream.blocks for w in block.weights]
         for share in (0.0, 1.0):
             ours = HybridDeviceOptimizer(
-                weights,
-                1.0,
-                cpu_share=share,
-                param_update_in_fp32=True,
-                engine=pair.stream._engine,
+                weights, 1.0, cpu_share=share, param_update_in_fp32=True, engine=pair.stream._engine
             )
             assert ours.host_bytes == ELEMENTS * per_element
             squares(pair.model, torch.randn(ROWS, WIDTH, dtype=dtype)).backward()
@@ -189,8 +182,7 @@ def test_a_block_that_is_stepped_on_the_device_leaves_once_its_step_is_issued(
         Weight, "is_under_way", property(lambda weight: weight in late or is_under_way.fget(weight))
     )
     monkeypatch.setattr(Weight, "await_step", issue)
-    with streamed() as pair:
-        optimizers = pair.with_state_on_host("forward", cpu_share=1.0)
+    with streamed() as pair, pair.stepping("forward", cpu_share=1.0) as optimizers:
         pair.train(2, optimizers=optimizers)
         for model, optimizer in zip((pair.model, pair.plain), optimizers, strict=True):
             squares(model, torch.ones(ROWS, WIDTH)).backward()
@@ -201,13 +193,11 @@ def test_a_block_that_is_stepped_on_the_device_leaves_once_its_step_is_issued(
         x = torch.randn(ROWS, WIDTH)
         assert torch.equal(*(model(x, (0, 1, 2)) for model in (pair.model, pair.plain)))
         assert pair.stream.residency.present_bytes_peak == 2 * BLOCK_BYTES
-        optimizers[0].close()
 
 
 def test_accumulation_clipping_and_a_scaler() -> None:
     for overlap in OVERLAPS[:2]:
-        with streamed() as pair:
-            optimizers = pair.with_state_on_host(overlap)
+        with streamed() as pair, pair.stepping(overlap) as optimizers:
             scalers = [torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2) for _ in range(2)]
             for number in range(5):
                 for model, optimizer, scaler in zip(
@@ -224,26 +214,22 @@ def test_accumulation_clipping_and_a_scaler() -> None:
                     scaler.update()
                     optimizer.zero_grad()
             pair.check_weights()
-            close(optimizers)
 
 
 def test_microbatches_of_a_step_in_the_backward() -> None:
-    with streamed() as pair:
-        optimizers = pair.with_state_on_host("backward")
+    with streamed() as pair, pair.stepping("backward") as optimizers:
         for _ in range(4):
             with optimizers[0].no_sync():
                 for model in (pair.model, pair.plain):
                     squares(model, torch.ones(ROWS, WIDTH)).backward()
             step(optimizers, pair)
         pair.check_weights()
-        close(optimizers)
 
 
 # -- who else has the weights --------------------------------------------------------------------------------
 def test_writes_between_steps_count_wherever_they_are_made(overlap: Overlap) -> None:
     for share in SHARES:
-        with streamed() as pair:
-            optimizers = pair.with_state_on_host(overlap, cpu_share=share)
+        with streamed() as pair, pair.stepping(overlap, cpu_share=share) as optimizers:
             for number in range(4):
                 step(optimizers, pair)
                 for model in (pair.model, pair.plain):
@@ -252,13 +238,14 @@ def test_writes_between_steps_count_wherever_they_are_made(overlap: Overlap) -> 
                     model.state_dict()[f"layers.{number + 1}.down.weight"][2].add_(0.25)
                     model.layers[2].up.weight.data = torch.full((2 * WIDTH, WIDTH), 0.1)
             pair.check_weights()
-            close(optimizers)
 
 
 @pytest.mark.parametrize("share", SHARES)
 def test_masters_follow_writes_too(share: float) -> None:
-    with streamed(Model().to(torch.bfloat16)) as pair:
-        optimizers = pair.with_state_on_host("forward", masters=True, cpu_share=share)
+    with (
+        streamed(Model().to(torch.bfloat16)) as pair,
+        pair.stepping("forward", masters=True, cpu_share=share) as optimizers,
+    ):
         for optimizer in optimizers:
             optimizer.dummy_step()
             assert all(torch.equal(state["master_param"], p) for p, state in optimizer.state.items())
@@ -269,12 +256,10 @@ def test_masters_follow_writes_too(share: float) -> None:
                     model.layers[number].up.weight.mul_(0.75)
                 model.state_dict()["layers.1.down.weight"][2].add_(0.25)
         pair.check_weights()
-        close(optimizers)
 
 
 def test_a_state_dict_that_a_step_in_the_backward_makes_old_is_not_written() -> None:
-    with streamed() as pair:
-        optimizers = pair.with_state_on_host("backward")
+    with streamed() as pair, pair.stepping("backward") as optimizers:
         step(optimizers, pair)  # which tells how many backwards a step has
         old = pair.model.state_dict()["layers.2.up.weight"]
         squares(pair.model, torch.ones(ROWS, WIDTH)).backward()
@@ -283,7 +268,6 @@ def test_a_state_dict_that_a_step_in_the_backward_makes_old_is_not_written() -> 
             optimizers[0].step()
         pair.model.load_state_dict(pair.plain.state_dict())
         del old
-        close(optimizers)
 
 
 @pytest.mark.parametrize("kind", ["torch's", *OVERLAPS])
@@ -325,8 +309,7 @@ def test_a_dummy_step_leaves_a_state_dict_that_may_be_written(fraction: float) -
 
 def test_reads_and_copies_at_any_moment_have_the_stepped_weights() -> None:
     x = torch.ones(ROWS, WIDTH)
-    with streamed() as pair:
-        optimizers = pair.with_state_on_host("forward")
+    with streamed() as pair, pair.stepping("forward") as optimizers:
         for number in range(5):
             step(optimizers, pair)
             weights = [model.layers[2].down.weight for model in (pair.model, pair.plain)]
@@ -340,7 +323,6 @@ def test_reads_and_copies_at_any_moment_have_the_stepped_weights() -> None:
                 with torch.inference_mode():
                     assert torch.equal(pair.model(x), pair.plain(x))
         pair.check_weights()
-        close(optimizers)
 
 
 def test_state_is_by_parameter_and_goes_on_in_a_new_optimizer(overlap: Overlap) -> None:
@@ -411,8 +393,7 @@ def test_an_optimizer_that_is_closed_or_dropped_leaves_the_stepped_weights(overl
 # -- what trains may change ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("share", SHARES)
 def test_blocks_that_are_frozen_skipped_or_never_used(overlap: Overlap, share: float) -> None:
-    with streamed() as pair:
-        optimizers = pair.with_state_on_host(overlap, cpu_share=share)
+    with streamed() as pair, pair.stepping(overlap, cpu_share=share) as optimizers:
         for number in range(8):
             trains = number % 4 < 2
             for model in (pair.model, pair.plain):
@@ -420,7 +401,6 @@ def test_blocks_that_are_frozen_skipped_or_never_used(overlap: Overlap, share: f
                 model.layers[4].up.requires_grad_(not trains)
             step(optimizers, pair, skip=(5, number % 3))
         pair.check_weights()
-        close(optimizers)
 
 
 def test_two_optimizers_have_a_share_each_or_step_one_weight_in_turn(overlap: Overlap) -> None:

@@ -78,7 +78,6 @@ def test_a_schedule_has_the_weights_that_torchs_stages_get(schedule: Any, mode: 
     so all of the stage's stayed on the device."""
     torch.manual_seed(0)
     manager = existing_manager()
-    assert manager is not None
     impose(manager.engine, again_room_bytes=room)
     parts: list[nn.Module] = [Part(), Part()]
     if room:  # behind a block that no W reads none leaves anything

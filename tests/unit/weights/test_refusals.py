@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,11 +91,10 @@ def test_a_model_of_which_nothing_streams() -> None:
 
 
 def test_a_model_that_is_streamed_already(model: Model) -> None:
-    handle = offload.apply(model, weights="host")
-    for options in ({"weights": "host"}, {"mode": "groups"}):
-        with pytest.raises(ValueError, match=r"call remove\(\) on that handle first"):
-            offload.apply(model, **options)  # type: ignore[arg-type]
-    handle.remove()
+    with offload.apply(model, weights="host"):
+        for options in ({"weights": "host"}, {"mode": "groups"}):
+            with pytest.raises(ValueError, match=r"call remove\(\) on that handle first"):
+                offload.apply(model, **options)  # type: ignore[arg-type]
 
 
 def test_blocks_compiled_with_graphs(model: Model) -> None:
@@ -118,31 +116,26 @@ def test_graphs_that_are_recorded_around_blocks(compiled: str) -> None:
     model = nn.Sequential(nn.Sequential(*Model().layers))
     if compiled == "model":
         run = torch.compile(model, mode="reduce-overhead")
-    handle = offload.apply(model, weights="host", blocks="0.*")
-    if compiled == "function":
-        run = torch.compile(lambda x: model(x), mode="reduce-overhead")
-    if compiled == "block":
-        model[0][1] = torch.compile(model[0][1], mode="reduce-overhead")  # type: ignore[index, operator]
-        run = model
-    with pytest.raises(ValueError, match=r"0\.[01] is compiled with CUDA graphs"):
-        run(torch.randn(ROWS, WIDTH))
-    handle.remove()
+    with offload.apply(model, weights="host", blocks="0.*"):
+        if compiled == "function":
+            run = torch.compile(lambda x: model(x), mode="reduce-overhead")
+        if compiled == "block":
+            model[0][1] = torch.compile(model[0][1], mode="reduce-overhead")  # type: ignore[index, operator]
+            run = model
+        with pytest.raises(ValueError, match=r"0\.[01] is compiled with CUDA graphs"):
+            run(torch.randn(ROWS, WIDTH))
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("sharded", ["model", "blocks"])
-def test_parameters_that_fsdp_takes_over_afterwards(sharded: str, tmp_path: Path) -> None:
+def test_parameters_that_fsdp_takes_over_afterwards(sharded: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = Model()
-        handle = offload.apply(model, weights="host")
+    model = Model()
+    with offload.apply(model, weights="host"):
         part: Any = model if sharded == "model" else model.layers[0]  # type: ignore[index]
         with pytest.raises(offload.OffloadError, match=r"fully_shard\(\) of .* \(layers.0.up.weight\): FSDP"):
             fully_shard(part)
-        handle.remove()
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_compiled_blocks() -> None:
@@ -234,38 +227,35 @@ def test_memory_that_others_hold_when_it_leaves_is_theirs_and_said(caplog: pytes
     )
 
 
-def test_a_distributed_wrapper_is_built_before(tmp_path: Any) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        with streamed() as pair, pytest.raises(offload.errors.OffloadError, match="Build it first"):
-            nn.parallel.DistributedDataParallel(pair.model)
-        model = Model()
-        plain = copy.deepcopy(model)
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        handle = offload.apply(wrapped, weights="host")
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-        for _ in range(3):
-            x = torch.randn(ROWS, WIDTH)
-            for each, optimizer in zip((wrapped, plain), optimizers, strict=True):
-                squares(each, x).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        with pytest.raises(offload.errors.OffloadError, match="its end sends them"), wrapped.join():
-            pass
-        with wrapped.join():
-            handle.remove()
-        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+@pytest.mark.usefixtures("one_rank")
+def test_a_distributed_wrapper_is_built_before() -> None:
+    with streamed() as pair, pytest.raises(offload.errors.OffloadError, match="Build it first"):
+        nn.parallel.DistributedDataParallel(pair.model)
+    model = Model()
+    plain = copy.deepcopy(model)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    handle = offload.apply(wrapped, weights="host")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for _ in range(3):
+        x = torch.randn(ROWS, WIDTH)
+        for each, optimizer in zip((wrapped, plain), optimizers, strict=True):
+            squares(each, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.raises(offload.errors.OffloadError, match="its end sends them"), wrapped.join():
+        pass
+    with wrapped.join():
+        handle.remove()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
-        sharded = Model()
-        for layer in sharded.layers:
-            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(ValueError, match=r"FSDP manages .*CPUOffloadPolicy.*FSDPGPUOptimizerWrapper"):
-            offload.apply(sharded, weights="host")
-    finally:
-        torch.distributed.destroy_process_group()
+    sharded = Model()
+    for layer in sharded.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match=r"FSDP manages .*CPUOffloadPolicy.*FSDPGPUOptimizerWrapper"):
+        offload.apply(sharded, weights="host")
 
 
 def test_hooks_of_the_users_that_keep_what_they_are_given() -> None:

@@ -69,9 +69,7 @@ class GptDriver(Driver):
 
 def run(config: dict[str, int | float], rates: Rates, steps: int) -> Iterator[PipelineOffloadManager]:
     device = SimDevice(
-        executor="clock",
-        d2h_gb_s=rates.d2h_bytes_per_s / 1e9,
-        h2d_gb_s=rates.h2d_bytes_per_s / 1e9,
+        executor="clock", d2h_gb_s=rates.d2h_bytes_per_s / 1e9, h2d_gb_s=rates.h2d_bytes_per_s / 1e9
     )
     engine = OffloadEngine(
         OffloadConfig(min_offloaded_tensor_size=1, piece_bytes=1 << 12, **config), device=device
