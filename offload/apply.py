@@ -99,7 +99,7 @@ _declined: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Calls(Protocol):
-    """What a module's hooks do."""
+    """Calls that a module's hooks make."""
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
@@ -107,7 +107,7 @@ class Calls(Protocol):
 
 
 class Applied:
-    """What `apply` did to a model.
+    """Result of `apply` on a model.
 
     mode: as it was asked for. groups: names of the modules, by group; a group is offloaded together. weights:
     what streams of the blocks' weights, None where none does. gradients: the same of those on the host.
@@ -143,7 +143,7 @@ class Applied:
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing was to leave: mode False, without weights, gradients or optimizer's state."""
+        """Predicate: nothing was to leave: mode False, without weights, gradients or optimizer's state."""
         return self.mode is False and self._streams.are_none
 
     @property
@@ -158,8 +158,8 @@ class Applied:
         return figures if figures is not None and figures.count else None
 
     def report(self, *, gather: bool = False) -> Report:
-        """What was saved, moved and kept since `apply`, by all that is offloaded in this process, and in
-        which phase of a step the device's memory is highest. gather: with every rank's figures; then all
+        """Report what was saved, moved and kept since `apply`, by all that is offloaded in this process, and
+        in which phase of a step the device's memory is highest. gather: with every rank's figures; then all
         ranks must call. Blocks the host: only to gather."""
         nothing = f"mode={self.mode!r}, as it was asked: no saved tensor of {self._name} leaves"
         peak = self._root.peak.text() if isinstance(self._root, ModelRoot) else ""
@@ -173,10 +173,10 @@ class Applied:
         return found
 
     def explain(self) -> Explanation:
-        """What mode "auto" chose for each block, what it costs, and what a larger budget would save; of
-        other modes what they do, and the report's verdict. Beside each, which weights stream, what a GB more
-        of them would gain, and which gradients wait. Blocks the host: in "auto" for about 0.1 s, to solve for
-        that budget."""
+        """Explain what mode "auto" chose for each block, what it costs, and what a larger budget would save;
+        of other modes what they do, and the report's verdict. Beside each, which weights stream, what a GB
+        more of them would gain, and which gradients wait. Blocks the host: in "auto" for about 0.1 s, to
+        solve for that budget."""
         report = self.report()
         beside = "" if report.streamed is None else str(report.streamed)
         if self._auto is not None:
@@ -685,12 +685,12 @@ def _check_unused(where: torch.device) -> None:
 
 
 def is_declined(model: nn.Module) -> bool:
-    """Whether `apply` was called for this model with mode False, or with a config that says so."""
+    """Return True if `apply` was called for this model with mode False, or with a config that says so."""
     return model in _declined
 
 
 def is_applied(model: nn.Module) -> bool:
-    """Whether a handle has hooks on this model, or on a module of it."""
+    """Return True if a handle has hooks on this model, or on a module of it."""
     return any(module in taken for module in model.modules() for taken in (_applied, _watermarked))
 
 
@@ -787,7 +787,7 @@ def _waiting_bytes(manager: GroupsManager | None) -> int:
 
 
 def _total_of(manager: GroupsManager | None, device_total: float | str | None) -> int | None:
-    """Of mode "auto", in bytes; None for "least", and on a device that has no memory of its own."""
+    """Device total of mode "auto", in bytes; None for "least", and on a device without memory of its own."""
     if device_total == "least":
         return None
     if device_total is not None:

@@ -108,8 +108,8 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found, in the order in which it was tried. within_bytes: None for no limit. link: what
-    times mean without a GPU."""
+    """Results of `compare`, in the order in which they were tried. within_bytes: None for no limit. link:
+    what times mean without a GPU."""
 
     rows: tuple[Compared, ...]
     within_bytes: int | None = None
@@ -122,7 +122,7 @@ class Comparison:
 
     @property
     def best_row(self) -> Compared:
-        """As `best`."""
+        """Row of `best`: of the fastest that fits. Raises ValueError where none does."""
         able = [row for row in self.rows if not row.why_not]
         if not able:
             raise ValueError(f"no mode can be taken:\n{self}")
@@ -353,8 +353,8 @@ def _clear(engine: OffloadEngine, config: Any, put_back: Callable[[], None]) -> 
 
 
 class _Ranks:
-    """What ranks tell each other, as values in the job's store: a collective would meet one of the step's, of
-    a rank that is still in it. An error that ends the `with` is told, too, and the others raise it. `tell`
+    """Exchange of values between ranks, in the job's store: a collective would meet one of the step's, of a
+    rank that is still in it. An error that ends the `with` is told, too, and the others raise it. `tell`
     blocks the host until all have told as much, at most `_TIMEOUT_S`, or `_LEFT_S`."""
 
     def __init__(self) -> None:
@@ -374,7 +374,7 @@ class _Ranks:
                 self._found(self._store, [key for key in others if self._store.check([key])], error)
 
     def tell(self, mine: Any, *, left: str = "") -> list[Any]:
-        """What each rank tells, by rank, once all have. left: why this one has left a step. Raises
+        """Return what each rank tells, by rank, once all have. left: why this one has left a step. Raises
         OffloadError where one has raised."""
         if self._store is None:
             return [mine]
@@ -498,7 +498,7 @@ class _Nested:
 
 
 class _Optimizers:
-    """Those that step parameters of a model, and whatever they step besides."""
+    """Optimizers that step parameters of a model, and whatever they step besides."""
 
     def __init__(self, parameters: Collection[Tensor]) -> None:
         self._kept: dict[int, _OptimizerState | _HybridState] = {}
@@ -536,7 +536,7 @@ class _Optimizers:
 
 
 def _optimizers_of(parameters: Collection[Tensor]) -> list[Optimizer]:
-    """Those that step some of these, hybrid ones before those inside."""
+    """Optimizers that step some of these, hybrid ones before those inside."""
     every = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
     every.sort(key=lambda each: not issubclass(type(each), HybridDeviceOptimizer))
     found = []

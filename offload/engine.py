@@ -115,7 +115,7 @@ class OffloadEngine:
 
     @property
     def clients(self) -> list[Client]:
-        """Those attached, in that order."""
+        """Attached clients, in the order in which they were attached."""
         return list(self._clients)
 
     def on_read(self, reader: Callable[[Handle], None]) -> None:
@@ -127,8 +127,8 @@ class OffloadEngine:
         self._readers[:] = [other for other in self._readers if other != reader]
 
     def at_work(self) -> bool:
-        """Whether the calling thread is inside a call of the engine: operators that it runs now are the
-        engine's, not a model's."""
+        """Return True if the calling thread is inside a call of the engine: operators that it runs now are
+        the engine's, not a model's."""
         # what threading.Condition asks of a lock
         return bool(self.lock._is_owned())  # type: ignore[attr-defined]
 
@@ -200,7 +200,7 @@ class OffloadEngine:
 
     @property
     def can_measure_link(self) -> bool:
-        """Whether there is a link, and enough free host memory held to measure it with."""
+        """Predicate: there is a link, and enough free host memory held to measure it with."""
         return self.device.pins and self.arena.stats().free_bytes >= LINK_TEST_BYTES
 
     def measure_link(self, line_up: Callable[[], None] | None = None) -> Rates | None:
@@ -234,8 +234,8 @@ class OffloadEngine:
     # -- captures --------------------------------------------------------------------------------------------
     @contextmanager
     def capturing(self) -> Iterator[CapturedRegion]:
-        """What is captured inside may copy; its host blocks belong to the region from then on. Eager work
-        inside is as outside.
+        """Region inside which captured work may copy; its host blocks belong to the region from then on.
+        Eager work inside is as outside.
 
         Host memory for every block must be held before: a capture pins nothing, and no two graphs share a
         block. Raises CaptureError if a region is open. Each capture blocks the host until the copies before

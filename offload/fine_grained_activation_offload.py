@@ -108,7 +108,7 @@ def fine_grained_offloading_group_commit(
 
 @untraced
 def fine_grained_offloading_backward_record(tensor: torch.Tensor, event: Any) -> torch.Tensor:
-    """As `backward_record`, by the backward of a node of its own."""
+    """Record `event` as `backward_record` does, by the backward of a node of its own."""
     if not isinstance(tensor, torch.Tensor):
         return marks.backward_record(tensor, event)  # which refuses it
     check_event("backward_record", event)

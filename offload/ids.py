@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Owner(NamedTuple):
-    """Whose copy it is: the client of the engine that asked for it, and that client's own name for the bytes.
+    """Owner of a copy: the client of the engine that asked for it, and that client's own name for the bytes.
     Both are to be printed: ("groups", "s1m4/core_attn"), ("optim", "bucket 12")."""
 
     client: str

@@ -142,7 +142,7 @@ def _fitting(stored: Mapping[str, Stored], targets: Mapping[str, Tensor]) -> Ite
 
 
 def _is_int8(target: Tensor) -> bool:
-    """Whether it is a streamed weight that has its values, as INT8."""
+    """Return True if it is a streamed weight that has its values, as INT8."""
     return isinstance(target, StreamedWeight) and owner_of(target).int8
 
 

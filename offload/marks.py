@@ -295,7 +295,7 @@ def group_commit(
 
 
 class offload_hooks(ContextDecorator):  # noqa: N801 - to its callers a function, as contextlib's own are
-    """What autograd saves inside belongs to the innermost open group at entry."""
+    """Give what autograd saves inside to the innermost open group at entry."""
 
     def __init__(self) -> None:
         self._entered: list[tuple[GroupsManager | None, InstalledScope | None]] = []

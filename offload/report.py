@@ -155,7 +155,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """What was on the device at most, what left of each kind, and what a step waits for it; in a second
+        """Say what the device had at most, what left of each kind, and what a step waits for it; in a second
         line, the next change to make. Before a step has ended: why nothing is known, and what to do."""
         last, others, peak_bytes = self.last, self._others(), self.device_peak_bytes
         parts = [f"device memory at most {bytes_text(peak_bytes)} active"] if peak_bytes else []
@@ -174,7 +174,7 @@ class Report:
         return f"offload: {'; '.join(parts)}\n{self._next(last)}"
 
     def _others(self) -> list[str]:
-        """What kinds beside saved tensors have on each side, for the verdict."""
+        """Describe what kinds beside saved tensors have on each side, for the verdict."""
         return [
             f"{kind}: {device} on the device, {host} on the host"
             for kind, device, host, *_ in self._moves()
@@ -183,7 +183,7 @@ class Report:
 
     @property
     def _takes_saved(self) -> bool:
-        """Whether saved tensors were to leave."""
+        """Predicate: saved tensors were to leave."""
         return bool(self.total.groups or self.total.saved_bytes)
 
     @property
@@ -340,7 +340,7 @@ class ReportStart:
 
 
 def report(*, gather: bool = False, process_group: dist.ProcessGroup | None = None) -> Report:
-    """What was saved, moved and kept since `configure`, or since the first mark without one.
+    """Report what was saved, moved and kept since `configure`, or since the first mark without one.
 
     gather: with the figures of each rank of `process_group` (None: of the whole job) beside; then all of them
         must call. Without torch.distributed, of this process alone.

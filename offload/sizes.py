@@ -27,7 +27,7 @@ SIZE = re.compile(
 
 
 def is_count(value: object, least: int = 0) -> bool:
-    """Whether `value` is a whole number, `least` or more; a bool is none."""
+    """Return True if `value` is a whole number, `least` or more; a bool is none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -80,7 +80,7 @@ def bytes_text(nbytes: int) -> str:
 
 
 def enough_text(nbytes: int) -> str:
-    """What a message says to give: no fewer bytes, as `parse_bytes` takes them."""
+    """Size that a message says to give: no fewer bytes, as `parse_bytes` takes them."""
     for unit, name in _SHOWN:
         if nbytes >= unit:
             return f"{-(-nbytes * 100 // unit) / 100:.2f} {name}"

@@ -19,7 +19,7 @@ queue_callback: Any = getattr(graph, "queue_callback", None) or Variable._execut
 
 
 def untested() -> str:
-    """What is to be said of the torch that is installed; "" of one that the tests run with."""
+    """Warning about the torch that is installed; "" for one that the tests run with."""
     if FIRST <= tuple(map(int, torch.__version__.split(".")[:2])) <= LAST:
         return ""
     first, last, after = "{}.{}".format(*FIRST), "{}.{}".format(*LAST), f"{LAST[0]}.{LAST[1] + 1}"

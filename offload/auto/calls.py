@@ -66,7 +66,7 @@ class Look:
             self._end = self._device.record(self._device.compute, timed=True)
 
     def seconds(self) -> float | None:
-        """Of the device, which must have passed its end; None for a forward that raised."""
+        """Seconds on the device, which must have passed the look's end; None for a forward that raised."""
         if self._start is None or self._end is None:
             return None
         return self._device.elapsed_ms(self._start, self._end) / 1e3
@@ -103,8 +103,8 @@ class Chosen(NamedTuple):
 
 
 class Kind:
-    """Of blocks that save alike, one for all of them. What tells kinds apart is long, and each forward of a
-    block looks its kind up a dozen times."""
+    """Identity of blocks that save alike, one object for all of them. What tells kinds apart is long, and
+    each forward of a block looks its kind up a dozen times."""
 
     __slots__ = ()
 
@@ -120,8 +120,8 @@ class Called:
 
 
 class BlockCalls:
-    """Of all models of one engine, with what was seen of their blocks in the step under way. manager: asked
-    at each forward.
+    """Calls of the blocks of all models of one engine, with what was seen of them in the step under way.
+    manager: asked at each forward.
 
     profiles: that are followed, by kind of block. levels: of the blocks of each chunk under the plan; None
     where there is none. rule_for: without levels, the rule of a forward of so many times as many tokens as
@@ -294,8 +294,8 @@ class BlockCalls:
         )
 
     def _always_of(self, kind: Kind, profile: BlockProfile) -> Kept:
-        """What a recompute keeps that keeps nothing else: a menu's last level keeps what costs no bytes, too,
-        and each call that is kept takes the host time."""
+        """Calls that are retained even by a recompute that retains nothing else: a menu's last level retains
+        what costs no bytes, too, and each call that is retained takes the host time."""
         known = self._always.get(kind)
         if known is None or known[0] is not profile:
             known = self._always[kind] = profile, kept_always(profile.calls)
@@ -323,9 +323,9 @@ class BlockCalls:
         self.trace = self.looks = None
 
     def costs(self, kinds: Collection[Kind], bytes_per_s: float) -> dict[Hashable, KindCost]:
-        """What was seen of these kinds, in the step that was measured and in that of the probes. bytes_per_s:
-        of the link, which what may not be recomputed would take. Later plans are made from the seconds of the
-        plain calls. The device must have passed all of them."""
+        """Costs of these kinds, from the step that was measured and that of the probes. bytes_per_s: of the
+        link, which what may not be recomputed would take. Later plans are made from the seconds of the plain
+        calls. The device must have passed all of them."""
         found: dict[Hashable, KindCost] = {}
         for kind in kinds:
             profile, looks = self.profiles[kind], (self.looks or {}).get(kind, KindLooks())
@@ -424,8 +424,8 @@ class BlockCalls:
         self._input_bytes |= self._own_input_bytes
 
     def own_profiles(self) -> list[tuple[BlockProfile, int] | None]:
-        """Those that were seen here, with the bytes of their input, in the order of the first calls; None for
-        a kind that has none yet."""
+        """Profiles that were seen on this rank, with the bytes of their input, in the order of the first
+        calls; None for a kind that has none yet."""
         return [
             (self._own[kind], self._own_input_bytes[kind]) if kind in self._own else None
             for kind in self._profilers
@@ -453,7 +453,7 @@ def _grown(looks: Sequence[tuple[int, Look]], input_bytes: int) -> int:
 
 
 def _input_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Of the first tensor that a call is given: the measure of its tokens."""
+    """Bytes of the first tensor that a call is given: the measure of its tokens."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value.numel() * value.element_size()

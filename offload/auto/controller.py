@@ -78,8 +78,8 @@ _PATIENCE = 10
 
 
 class Auto(Client):
-    """Of all models of one engine. manager: asked at each forward. total_bytes: of device memory; None:
-    whatever makes a step at most a hundredth longer and frees most. models: that it is applied to.
+    """Mode "auto" of all models of one engine. manager: asked at each forward. total_bytes: of device memory;
+    None: whatever makes a step at most a hundredth longer and frees most. models: that it is applied to.
 
     Steps that are still compared reset torch's memory peaks at their begin, and the first two inside, too.
     """
@@ -210,7 +210,7 @@ class Auto(Client):
             self.memory.share.bound("max_spilling_bytes", None)
 
     def is_of(self, engine: OffloadEngine) -> bool:
-        """Whether it plans for this engine, or will."""
+        """Return True if this mode plans for the engine, or will."""
         return (self._made_for if self._engine is None else self._engine)() is engine
 
     def _attached(self) -> OffloadEngine | None:
@@ -218,7 +218,7 @@ class Auto(Client):
 
     # -- steps -----------------------------------------------------------------------------------------------
     def begin_step(self) -> None:
-        """As Client."""
+        """Begin the step's memory figures and, where there is a ladder, its clock (`Client.begin_step`)."""
         engine = self._attached()
         if engine is not None:
             self.memory.begin_step(engine)
@@ -226,9 +226,9 @@ class Auto(Client):
                 self._clock.begins(engine.device)
 
     def step_ended(self, stats: StepStats) -> None:
-        """As Client: plan, once enough is known. Blocks the host at the end of the first step, until the
-        device is done with what was profiled; where a plan is made or followed, as AutoPlan says; and for
-        ranks that are to follow the same one."""
+        """Plan, once enough is known (`Client.step_ended`). Blocks the host at the end of the first step,
+        until the device is done with what was profiled; where a plan is made or followed, as AutoPlan says;
+        and for ranks that are to follow the same one."""
         manager = self._manager()
         engine, plan = manager.engine, self.plan
         self.calls.take_profiles(engine.device)
@@ -325,7 +325,7 @@ class Auto(Client):
             self._rest(ladder)
 
     def _rule_for(self, factor: float) -> Rule:
-        """Of a forward that begins."""
+        """Rule of a forward that begins."""
         ladder = self.ladder
         if ladder is None:
             return Rule()
@@ -404,8 +404,8 @@ class Auto(Client):
         return sum(local_of(own.grad).nbytes for own in weights if own.grad is not None)
 
     def _inputs_fit(self, engine: OffloadEngine, ladder: Ladder) -> bool:
-        """Whether a step has room for its blocks' inputs as well, before an optimizer has made its state: as
-        Adam's, twice what is trained."""
+        """Return True if a step has memory for its blocks' inputs as well, before an optimizer has made its
+        state, counted as Adam's: twice what is trained."""
         found = engine.device.allocator_bytes()
         peak_bytes = max(self.memory.peaks.values(), default=0 if found is None else found[1])
         weights = (weight for root in self._roots for weight in root.parameters() if weight.requires_grad)
@@ -455,13 +455,13 @@ class Auto(Client):
         ladder.no_plan()
 
     def _is_part(self, manager: GroupsManager) -> bool:
-        """Whether what has ended may be a part of a step: where ends are guessed."""
+        """Return True if what has ended may be a part of a step: where ends are guessed."""
         was_rest, self._is_rest = self._is_rest, manager.end_was_guessed and self._parts < _GUESSES
         self._parts += self._is_rest
         return was_rest or self._is_rest
 
     def explain(self) -> Explanation:
-        """What is followed now."""
+        """Explain what is followed now."""
         engine, plan, total = self._attached(), self.plan, self.memory.total
         is_ended = plan.followed is None or not self.models
         is_final = plan.is_final and (is_ended or self._manager().what_stays_is_settled)

@@ -184,7 +184,7 @@ def _chosen(
 
 
 def _is_streamable(optimizer: Optimizer) -> bool:
-    """Whether its state may come and go with the optimizer's own kernel: torch's Adam or AdamW, fused."""
+    """Predicate: its state may be streamed with the optimizer's own kernel: torch's Adam or AdamW, fused."""
     groups = optimizer.param_groups
     try:
         check_optimizer(optimizer)
@@ -337,15 +337,15 @@ class Kinds:
         return shared(self.loads, self.now, both, lambda *of: at(*of) or [], ladder.recompute_s, compute_s)
 
     def _planned(self, limits: Sequence[int], longer: float = 1.0) -> Sequence[tuple[float, int]] | None:
-        """As WeightStream; weights that are placed by hand stay so."""
+        """Seconds and bytes for each limit (`WeightStream.planned`); weights placed by hand stay so."""
         stream = self._streams.weights
         if stream is None or not self.loads.weights:
             return [(0.0, limit) for limit in limits]
         return stream.planned(limits, longer)
 
     def _take_planned(self) -> None:
-        """What the weights' plan leaves of their share is no longer theirs: a later plan of theirs that took
-        it would pass the total."""
+        """Reduce the weights' share to what their plan uses: a later plan of theirs that took the rest would
+        pass the total."""
         before, planned = self.now, self._planned([self.now.weights])
         if planned is None or planned[0][1] >= before.weights:
             return

@@ -90,10 +90,10 @@ class Ended(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What one rank tells of a step. seconds_before: None where that step had other lengths than the measured
-    one, too. fits: the rules that fit it: the last blocks plain, the best of each kind, and these while
-    inputs leave. stay_fit: inputs may stay. may_move: the link has the time for those that leave. has_host:
-    and the host the memory."""
+    """Facts that one rank reports of a step. seconds_before: None where that step had other lengths than the
+    measured one, too. fits: the rules that fit it: the last blocks plain, the best of each kind, and these
+    while inputs leave. stay_fit: inputs may stay. may_move: the link has the time for those that leave.
+    has_host: and the host the memory."""
 
     seconds_before: float | None
     is_over: bool
@@ -106,7 +106,7 @@ class Facts(NamedTuple):
 
     @staticmethod
     def common(told: Sequence[Facts]) -> Facts:
-        """Of the slowest and the fullest rank."""
+        """Facts of the slowest and the fullest rank."""
         seconds = [facts.seconds_before for facts in told if facts.seconds_before is not None]
         fits = [facts.fits for facts in told if facts.fits is not None]
         least = (
@@ -171,13 +171,13 @@ class Ladder:
     # -- what the caller asks --------------------------------------------------------------------------------
     @property
     def wants_plan(self) -> bool:
-        """Whether a plan is to be searched for, and followed once it is ready."""
+        """Predicate: a plan is to be searched for, and followed once it is ready."""
         is_free = not self._queue and self._rival is None and not self._rivals
         return self.state is State.TRYING and is_free and not self.follows_plan
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every block runs plain."""
+        """Predicate: every block runs plain."""
         trace = self.trace
         return (
             trace is not None
@@ -190,7 +190,7 @@ class Ladder:
         )
 
     def text(self) -> str:
-        """What is done now, and what was tried, in words."""
+        """Describe in words what is done now, and what was tried."""
         rows = [
             (tried.name, f"{median(tried.seconds[-3:]) * 1e3:.1f}", f"{tried.peak_bytes / 1e9:.2f}")
             for tried in self.tried.values()
@@ -206,8 +206,8 @@ class Ladder:
         return f"{state}\n{table}"
 
     def seconds(self, name: str | None = None) -> float | None:
-        """Of a step that ran this way, the median; None where none is known. name: None for the way that is
-        followed."""
+        """Median seconds of a step that ran this way; None where none is known. name: None for the way that
+        is followed."""
         tried = self.tried.get(self._name if name is None else name)
         return median(tried.seconds[-3:]) if tried is not None and tried.seconds else None
 
@@ -252,7 +252,7 @@ class Ladder:
 
     # -- steps -----------------------------------------------------------------------------------------------
     def facts(self, step: Ended) -> Facts:
-        """What this rank tells of a step that has ended."""
+        """Facts that this rank reports of a step that has ended."""
         fits, trace = None, self.trace
         is_over = step.peak_bytes > self.total_bytes
         if trace is not None and self.costs and (is_over or self.state is not State.SETTLED):
@@ -290,7 +290,7 @@ class Ladder:
 
     @property
     def _ran_plan(self) -> bool:
-        """Whether the step that is ending followed a plan."""
+        """Predicate: the step that is ending followed a plan."""
         return self.follows_plan or self._plan_failed
 
     def _takes(self, rule: Rule) -> float:
@@ -299,7 +299,7 @@ class Ladder:
 
     @property
     def _is_alike(self) -> bool:
-        """Whether the step before had the lengths of the measured one."""
+        """Predicate: the step before had the lengths of the measured one."""
         before, like = self._before, 0 if self.trace is None else self.trace.input_bytes
         return before is None or not like or abs(before[1] - like) <= _ALIKE * like
 
@@ -429,7 +429,7 @@ class Ladder:
         self._has_tried_plan, self.follows_plan, self.state = True, follows, State.SETTLED
 
     def _wins(self, new: str, old: str) -> bool:
-        """Whether the last two steps of the new way were faster than both of the old one."""
+        """Return True if the last two steps of the new way were faster than both of the old one."""
         ours, theirs = (self.tried[name].seconds[-2:] if name in self.tried else [] for name in (new, old))
         if len(ours) < 2 or len(theirs) < 2:
             return False

@@ -55,10 +55,10 @@ _MAY_BE_REFUSED = 8
 
 
 class AutoMemory:
-    """Of one engine. total: None where none was asked for. head_bytes: that the head and the loss need beyond
-    what a block needs. is_measured: steps from now on, which resets torch's memory peaks at their begin.
-    by_phase: and between their phases, too. peaks: of the last such step, active bytes at most by phase.
-    has_no_room: the total is less than a step takes that recomputes every block.
+    """Memory figures of one engine. total: None where none was asked for. head_bytes: that the head and the
+    loss need beyond what a block needs. is_measured: steps from now on, which resets torch's memory peaks at
+    their begin. by_phase: and between their phases, too. peaks: of the last such step, active bytes at most
+    by phase. has_no_room: the total is less than a step takes that recomputes every block.
 
     Nothing here blocks the host.
     """
@@ -203,7 +203,7 @@ class AutoMemory:
 
     @property
     def is_known(self) -> bool:
-        """Whether a plan can be made: there is no total, or a step was measured."""
+        """Predicate: a plan can be made: there is no total, or a step was measured."""
         return self.total is None or self.total.rest_bytes is not None
 
     def measure(self) -> None:

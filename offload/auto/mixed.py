@@ -115,7 +115,7 @@ class MixedCalls(RecomputedCalls):
 
 
 def _has_backward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether anything of a call needs a gradient. The first look spares most calls the others."""
+    """Return True if anything of a call needs a gradient. The first look spares most calls the others."""
     return (
         any(type(value) is torch.Tensor and value.requires_grad for value in args)
         or is_trained(inner_modules(module))

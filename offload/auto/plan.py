@@ -78,7 +78,7 @@ class _Search(NamedTuple):
 
 
 class AutoPlan:
-    """Of one engine. followed: None: every block is recomputed that may be. names: of the blocks that it
+    """Plan of one engine. followed: None: every block is recomputed that may be. names: of the blocks that it
     is for. num_steps: whole ones with a backward, so far. plans_left: of this shape of step. is_new: no step
     has ended under it."""
 
@@ -123,25 +123,25 @@ class AutoPlan:
 
     @property
     def is_searched(self) -> bool:
-        """Whether a search is under way."""
+        """Predicate: a search is under way."""
         return self._search is not None
 
     @property
     def is_final(self) -> bool:
-        """Whether no other plan will be made for steps like the last ones."""
+        """Predicate: no other plan will be made for steps like the last ones."""
         return self.plans_left == 0 and self._search is None and not self._has_other_room
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a plan shall be made now."""
+        """Predicate: a plan shall be made now."""
         is_time = self._since_plan > _STEPS_A_PLAN and self._memory.is_known
         has_reason = self.plans_left > 0 or self._has_other_room
         return is_time and (has_reason or self._is_too_old)
 
     @property
     def _has_other_room(self) -> bool:
-        """Whether the plan was made for another limit than the one that its steps have come to. Of ranks that
-        follow one plan only the one with the least room has a plan of its own limit: the others have more."""
+        """Predicate: the plan was made for another limit than its steps have come to. Of ranks that follow
+        one plan only the one with the least room has a plan of its own limit: the others have more."""
         plan, limit_bytes = self.followed, self._memory.limit_bytes if self._memory.is_known else None
         if plan is None or limit_bytes is None or not self._more_plans_left:
             return False
@@ -194,7 +194,7 @@ class AutoPlan:
         return fits
 
     def ready(self, manager: GroupsManager) -> MixedPlan | Literal[False] | None:
-        """What was searched for, not followed yet; False where the total leaves no choice, None where it is
+        """Result of the search, not followed yet; False where the total leaves no choice, None where it is
         not known yet. Begins a search where none is under way. Blocks the host as `make_if_wanted` does, but
         for what `follow` does."""
         search = self._search
@@ -295,7 +295,7 @@ class AutoPlan:
         self._memory.share.bound("again_room_bytes", 0)
 
     def end(self) -> None:
-        """What a plan has changed of the engine is as before. Takes no lock."""
+        """Restore what a plan has changed of the engine. Takes no lock."""
         self._stop_search()
         manager = None if self._started is None else self._started()
         if manager is not None:
@@ -321,8 +321,8 @@ class AutoPlan:
         return pin_free(engine, _host_bytes(plan), most_bytes)
 
     def has_host(self, engine: OffloadEngine, plan: MixedPlan, most_new_bytes: int) -> bool:
-        """Whether the host's budget holds what may wait there under the plan, and so many bytes are all that
-        is still to be pinned: what finds no memory would stay on the device."""
+        """Return True if the host's budget holds what may wait there under the plan, and no more than
+        `most_new_bytes` are still to be pinned: what finds no memory would stay on the device."""
         arena, wanted_bytes = engine.arena, _host_bytes(plan) + engine.arena.lent_bytes
         if not engine.device.pins:
             return True
@@ -330,7 +330,7 @@ class AutoPlan:
 
 
 def _host_bytes(plan: MixedPlan) -> int:
-    """Of what each block saves at its level, the most at once."""
+    """Bytes of what each block saves at its level, the most at once."""
     sizes = {
         chunk: [
             GroupSize("", block.menu[level].saved_bytes)

@@ -297,7 +297,7 @@ class AutoRanks:
         return True
 
     def common(self, facts: Facts) -> Facts:
-        """Of all ranks that blocks communicate with, what they tell of a step. Blocks the host for them."""
+        """Facts of a step in common, of all ranks that blocks communicate with. Blocks the host for them."""
         if not self._calls.peers or self._agreement is None:
             return facts
         return Facts.common([told for _, told in sorted(self._agreement.exchange("facts", facts).items())])

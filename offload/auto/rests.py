@@ -32,13 +32,13 @@ class _Hooked(NamedTuple):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether graphs of it would be made again without hooks."""
+        """Predicate: its graphs would be recompiled without hooks."""
         modules = (pair.module for pair in (self.own, *self.blocks.values()))
         return any(getattr(module, "_compiled_call_impl", None) is not None for module in modules)
 
 
 class Rests:
-    """Of all models of one mode."""
+    """Hooks that rest, of all models of one mode."""
 
     def __init__(self) -> None:
         self._hooked: WeakKeyDictionary[ModelRoot, _Hooked] = WeakKeyDictionary()
@@ -118,5 +118,5 @@ class _Look(Unscripted):
 
 
 def _nothing() -> Any:
-    """What a copy of the model has in its place."""
+    """Return what a copy of the model has in its place: a function that does nothing."""
     return lambda *_: None

@@ -20,7 +20,7 @@ def device_bytes(device: torch.device | None = None) -> int | None:
 
 
 def usable_bytes() -> int | None:
-    """What the process has of the current GPU's memory, or may have; None without a GPU."""
+    """Bytes of the current GPU's memory that the process has, or may have; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     from offload.device.cuda import usable_bytes as of_gpu

@@ -173,7 +173,7 @@ _PAGE_BYTES = 1 << 16
 
 
 def read_numbers(tensor: Tensor) -> Any:
-    """As `tensor.tolist()`, without waiting for the copies to the host that are queued.
+    """Read numbers as `tensor.tolist()` does, without waiting for the copies to the host that are queued.
 
     tensor: of any shape and dtype. On a GPU it comes past the copies if it is a plain tensor of at most
         64 KiB; else, on other devices, and inside a transform of torch.func, as `tolist()` brings it.

@@ -25,7 +25,7 @@ def _expand_row(values, scales, out, width, columns: tl.constexpr):  # type: ign
 
 
 def expand(values: Tensor, scales: Tensor, out: Tensor) -> None:
-    """As expand_rows, for contiguous tensors of one GPU."""
+    """Write values * scales to `out` (`expand_rows`), for contiguous tensors of one GPU."""
     width = values.shape[-1]
     with torch.cuda.device(out.device):
         _expand_row[(scales.numel(), triton.cdiv(width, _COLUMNS))](

@@ -92,7 +92,7 @@ _START, _END = attrgetter("start"), attrgetter("end")
 
 
 class TrackedBytes:
-    """What is known of the bytes of one storage."""
+    """Bookkeeping of the bytes of one storage."""
 
     def __init__(
         self, storage: torch.UntypedStorage, home: SimLane, on_death: Callable[[int], None], *, host: bool

@@ -53,7 +53,7 @@ class SimLane:
         return self.clock[self.index]
 
     def order_after(self, clock: Sequence[int]) -> None:
-        """What the lane is given next comes after all that `clock` counts."""
+        """Order what the lane is given next after all that `clock` counts."""
         for index, number in enumerate(clock):  # an older event knows fewer lanes
             if self.clock[index] < number:
                 self.clock[index] = number

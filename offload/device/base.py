@@ -86,7 +86,7 @@ class HostMemory(Protocol):
 
 
 class Device(Protocol):
-    """What the engine asks of an accelerator."""
+    """Accelerator, by the calls that the engine makes."""
 
     @property
     def name(self) -> str: ...
@@ -126,7 +126,7 @@ class Device(Protocol):
         use where that is not known."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's bytes are in this device's memory (and not already on the host side)."""
+        """Predicate: the tensor's bytes are in this device's memory (and not already on the host side)."""
 
     # -- order -----------------------------------------------------------------------------------------------
     def record(self, lane: Lane, *, timed: bool = False) -> Event:
@@ -140,7 +140,7 @@ class Device(Protocol):
         """
 
     def poll(self, event: Event) -> bool:
-        """Whether the event has passed. Never blocks the host."""
+        """Return True if the event has passed. Never blocks the host."""
 
     def synchronize(self, event: Event) -> None:
         """Block the host until the event has passed."""
@@ -176,7 +176,7 @@ class Device(Protocol):
 
     @property
     def pins(self) -> bool:
-        """Whether `host_memory` really pins, and so costs time: true on CUDA, false on the simulated
+        """Predicate: `host_memory` really pins, and so costs time: true on CUDA, false on the simulated
         device."""
 
     # -- declarations: what the simulated device checks; no-ops on CUDA --------------------------------------
@@ -195,7 +195,7 @@ class Device(Protocol):
     # again before it ends. It may wait for its own events only, and nobody else may ever wait for, poll or
     # synchronize one of them. Nothing may be polled, synchronized, timed or pinned meanwhile, on any thread.
     def is_capturing(self) -> bool:
-        """Whether the calling thread's compute lane is being captured into a graph."""
+        """Return True if the calling thread's compute lane is being captured into a graph."""
 
     def watch_captures(self, watcher: CaptureWatcher) -> AbstractContextManager[None]:
         """Inside, `watcher` is told of every capture on this device. Raises CaptureError if there is a
@@ -206,8 +206,8 @@ class Device(Protocol):
         keep the graph alive."""
 
     def has_live_graphs(self) -> bool:
-        """Whether a graph of this process can still be replayed, whoever captured it: a look at every object
-        that Python's collector knows."""
+        """Return True if a graph of this process can still be replayed, whoever captured it: a look at every
+        object that Python's collector knows."""
 
     # -- state -----------------------------------------------------------------------------------------------
     def active_bytes(self) -> int:

@@ -70,7 +70,7 @@ class _HostLane:
 
 
 def usable_bytes(device: torch.device | None = None) -> int:
-    """What the process has of a GPU's memory, or may have; None: of the current one."""
+    """Bytes of a GPU's memory that the process has, or may have. device: None for the current one."""
     free, total = torch.cuda.mem_get_info(device)
     share = torch.cuda.get_per_process_memory_fraction(device)
     return min(free + torch.cuda.memory_reserved(device), int(share * total))
@@ -112,7 +112,7 @@ def cores_in(text: str) -> frozenset[int]:
 
 
 def pci_address(device: torch.device) -> str:
-    """As /sys writes it: `0000:1a:00.0`."""
+    """PCI address as /sys writes it: `0000:1a:00.0`."""
     about: Any = torch.cuda.get_device_properties(device)
     return f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
 

@@ -248,8 +248,8 @@ class SimDevice(SimLanes):
 
     @contextmanager
     def capture(self) -> Iterator[SimGraph]:
-        """What is issued inside, on the calling thread's compute lane and on lanes that come to wait for it,
-        becomes the graph.
+        """Capture into a graph what is issued inside, on the calling thread's compute lane and on lanes that
+        come to wait for it.
 
         Raises HazardError at the end if a lane was not joined; the graph cannot be replayed then.
         """

@@ -282,7 +282,7 @@ def _views(tensor: HostBytes) -> list[memoryview]:
 
 
 def _on_pages(tensor: HostBytes) -> bool:
-    """Whether every part starts on a page of memory, and all but the last end on one, as O_DIRECT wants."""
+    """Predicate: each part starts on a page of memory, and all but the last end on one, as O_DIRECT wants."""
     return all(part.data_ptr() % PAGE_BYTES == 0 for part in tensor) and all(
         part.numel() % PAGE_BYTES == 0 for part in tensor[:-1]
     )

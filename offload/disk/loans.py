@@ -122,7 +122,7 @@ class DiskLoans:
 
     @property
     def in_use(self) -> bool:
-        """Whether a block that can be read has its bytes here."""
+        """Predicate: a block that can be read has its bytes in this tier."""
         return self._num_blocks > 0
 
     def dropped(self, block: Spilled) -> None:

@@ -160,7 +160,7 @@ class DiskTier(DiskLoans):
         return min(DEFAULT_AHEAD_BYTES, self._arena.budget.limit_bytes // 4)
 
     def bring(self, blocks: Sequence[Spilled], *, required: bool) -> bool:
-        """Whether all these have host bytes now. What is missing is being read when this returns False.
+        """Predicate: all these have host bytes now. What is missing is being read when this returns False.
 
         required: True blocks the host until all have, and raises OffloadError for one that cannot be read.
         Order: [Order: arrive].
@@ -193,8 +193,8 @@ class DiskTier(DiskLoans):
         self.reader.wait(job, "arrive")
 
     def _start_reads(self, blocks: Iterable[Spilled]) -> bool:
-        """Whether the bytes of all these are being read: host memory was there. What lies side by side in the
-        file is read at once."""
+        """Return True if the bytes of all these are being read: host memory was there. What lies side by side
+        in the file is read at once."""
         run: list[tuple[Stored, Extent, Block]] = []  # by place
         nbytes, complete = 0, True
         for block in blocks:
@@ -228,7 +228,7 @@ class DiskTier(DiskLoans):
             self.reader.submit(job, first=first)
 
     def _take_read(self, block: Spilled, *, required: bool = False) -> bool:
-        """Whether the block has its host bytes now, because its read is over."""
+        """Return True if the block has its host bytes now, because its read is over."""
         stored = block.stored
         assert stored is not None
         job = stored.read

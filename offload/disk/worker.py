@@ -104,8 +104,8 @@ class Worker(Generic[T]):
             self._changed.notify_all()
 
     def call_off(self, job: Job[T], item: T) -> bool:
-        """Whether the job has not begun and will run without the item; without any it is called off. Blocks
-        the host: never."""
+        """Return True if the job has not begun and will run without the item; without any it is called off.
+        Blocks the host: never."""
         with self._changed:
             if job.state is not JobState.QUEUED:
                 return False
@@ -128,7 +128,7 @@ class Worker(Generic[T]):
             self._changed.wait_for(lambda: job.is_over)
 
     def passed(self, job: Job[T], order: str) -> bool:
-        """Whether the job is over. Blocks the host: never. order: as of `wait`."""
+        """Return True if the job is over. Blocks the host: never. order: as of `wait`."""
         return job.is_over
 
     def drain(self) -> None:
@@ -189,7 +189,7 @@ class Worker(Generic[T]):
 
 
 class DiskSettings(NamedTuple):
-    """What a disk was made with; the fields are those of OffloadConfig."""
+    """Settings that a disk was made with; the fields are those of OffloadConfig."""
 
     directory: str
     limit_bytes: int | None = None
@@ -210,7 +210,7 @@ class Spilled(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Stored:
-    """What the tier has of one block, from its spill until no job of it is left.
+    """State that the tier has of one block, from its spill until no job of it is left.
 
     block: None once it was freed. extent: set by a writer's thread, valid once `write` is None.
     write, read: the jobs under way.
@@ -275,7 +275,7 @@ class FileCopies:
         """The host waited so long for reads, in this step."""
 
     def take_figures(self) -> dict[str, Any]:
-        """What was counted since the last call, by the fields of StepStats. Blocks the host: never."""
+        """Return what was counted since the last call, by the fields of StepStats. Blocks the host: never."""
         (written, write_s), (read, read_s) = self.writes.take(), self.reads.take()
         blocked_s, self.blocked_s = self.blocked_s, 0.0
         return {

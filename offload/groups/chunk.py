@@ -31,7 +31,7 @@ from offload.transfer.block import DeviceBlock
 
 
 class Cursor(Protocol):
-    """What a chunk reports to: it knows which chunk is current."""
+    """Receiver of a chunk's reports: it knows which chunk is current."""
 
     def living_blocks(self) -> Iterator[DeviceBlock]: ...
 
@@ -39,7 +39,7 @@ class Cursor(Protocol):
 
 
 class Committer(Protocol):
-    """What a group reports to that is opened and closed for a caller who sets no marks."""
+    """Receiver of the reports of a group that is opened and closed for a caller who sets no marks."""
 
     open_regions: int
 
@@ -148,7 +148,7 @@ class ChunkGroups:
             return group
 
     def _stays(self, index: int) -> bool:
-        """Whether the plan keeps the group that starts at this place."""
+        """Return True if the plan keeps the group that starts at this place."""
         if self.first_leave_bytes is None:
             return index in self.stays
         before = (group.saved for group in self.groups[:index])
@@ -159,14 +159,14 @@ class ChunkGroups:
         self._started.append((name, None))
 
     def is_empty_chunk(self, name: str | None = None) -> bool:
-        """Whether the chunk has no group, or none of that name."""
+        """Return True if the chunk has no group, or none of that name."""
         return not any(name in (None, group.name) for group in self.groups)
 
     def innermost_open(self) -> Group | None:
         return next((group for _, group in reversed(self._started) if group is not None), None)
 
     def open_groups(self) -> Iterator[SavedGroup]:
-        """What the groups that are started and not committed have saved."""
+        """Saves of the groups that are started and not committed."""
         for _, group in self._started:
             if group is not None and group.saved is not None:
                 yield group.saved

@@ -27,7 +27,7 @@ HEAD = "head"
 
 
 class Cost(NamedTuple):
-    """What the block computes that a group is of, for a plan.
+    """Compute of the block that a group is of, for a plan.
 
     weight: its part of its chunk's compute, its recompute included, in any unit that the groups of a chunk
     share. again_bytes: what its recompute makes, where this group is the input of one.

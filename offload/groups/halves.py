@@ -37,8 +37,8 @@ class _Call(Protocol):
 
 
 class _Known(NamedTuple):
-    """What a W has read of a call: the numbers of its saves, out of so many, and their bytes. passed_bytes:
-    of these, what the I did not read."""
+    """Reads that a W has made of a call: the numbers of its saves, out of so many, and their bytes.
+    passed_bytes: of these, what the I did not read."""
 
     saves: frozenset[int]
     num_saves: int
@@ -50,7 +50,7 @@ _NOT_READ = _Known(_NOTHING, 0, 0, 0)
 
 
 class RecomputedHalves:
-    """What halves of split backwards compute again, for one manager. Callers hold the engine's lock, but for
+    """Recomputes by the halves of split backwards, for one manager. Callers hold the engine's lock, but for
     `CallReads`."""
 
     def __init__(self, engine: OffloadEngine) -> None:
@@ -92,7 +92,7 @@ class RecomputedHalves:
         return self._granted.get(chunk, _NOTHING)
 
     def left_bytes(self, chunk: ChunkId, place: int) -> int:
-        """What the I of this chunk leaves of the call at `place`."""
+        """Bytes that the I of this chunk leaves of the call at `place`."""
         return self._known[chunk.stage, place].nbytes if place in self.left(chunk) else 0
 
     def seen(self) -> dict[ChunkKey, list[tuple[int, int, bool]]]:
@@ -131,7 +131,7 @@ class RecomputedHalves:
 
 
 class CallReads:
-    """What is known of the backward of one call, for offload.checkpoint.hidden_states."""
+    """Reads that are known of the backward of one call, for offload.checkpoint.hidden_states."""
 
     __slots__ = ("_all", "_chunk", "_place")
 
@@ -194,11 +194,11 @@ class HalfReads:
 
     @property
     def is_known(self) -> bool:
-        """Whether a W was seen."""
+        """Predicate: a W was seen."""
         return bool(self._weight)
 
     def passed_over(self, saved: SavedChunk) -> set[DeviceBlock]:
-        """What the I of this chunk will not read, and its W will."""
+        """Blocks that the I of this chunk will not read, and its W will."""
         return set(saved.at(self._passed) if self._passed else ())
 
     def leave_for_weight_half(
@@ -265,8 +265,8 @@ class HalfReads:
             )
 
     def _learn(self, log: Sequence[DeviceBlock], shape: Sequence[int]) -> None:
-        """What was seen first holds, until a chunk of another shape, or more than that, is read: of what a
-        plan keeps, the reads of single tensors are not seen."""
+        """Learn what a W reads: what was seen first holds, until a chunk of another shape, or more than that,
+        is read, since of what a plan keeps the reads of single tensors are not seen."""
         reads = Counter((block.group.place, block.slot) for block in log if block.holders is None)
         if shape == self._shape and reads.keys() <= self._weight.keys():
             return

@@ -98,13 +98,13 @@ class GroupsManager(OpenScopes, Client):
     # -- properties ------------------------------------------------------------------------------------------
     @property
     def is_warmup(self) -> bool:
-        """Whether no step with a backward has ended yet."""
+        """Predicate: no step with a backward has ended yet."""
         return self._planner.is_warmup
 
     @property
     def settings(self) -> OffloadConfig:
-        """What the plan follows of a config: activation_offload_fraction, pp_rank, max_inflight_offloads and
-        delta_offload_bytes_across_pp_ranks. A change takes effect when the step ends."""
+        """Config fields that the plan follows: activation_offload_fraction, pp_rank, max_inflight_offloads
+        and delta_offload_bytes_across_pp_ranks. A change takes effect when the step ends."""
         return self._planner.settings
 
     @settings.setter
@@ -134,7 +134,7 @@ class GroupsManager(OpenScopes, Client):
 
     @property
     def what_stays_is_settled(self) -> bool:
-        """Whether steps like the last ones will keep and move what the last one did."""
+        """Predicate: steps like the last ones will keep and move what the last one did."""
         return self._planner.is_settled
 
     def limits_changed(self) -> None:
@@ -276,7 +276,7 @@ class GroupsManager(OpenScopes, Client):
     # -- captures --------------------------------------------------------------------------------------------
     @property
     def is_capturing(self) -> bool:
-        """Whether a graph is being captured in a region: its groups leave at every replay."""
+        """Predicate: a graph is being captured in a region: its groups leave at every replay."""
         return self.engine.transfers.capture is not None
 
     def capture_begins(self) -> None:

@@ -38,7 +38,7 @@ class OpenScopes(ChunkTracker):
         return None if torch._C._current_graph_task_id() != -1 else self._forward
 
     def needs_chunk(self) -> bool:
-        """Whether something that runs now would leave, were a chunk current."""
+        """Return True if something that runs now would leave, were a chunk current."""
         return self.do_offload and self._forward is None and torch._C._current_graph_task_id() == -1
 
     # -- hooks -----------------------------------------------------------------------------------------------

@@ -286,7 +286,7 @@ class Holdings:
             return self._bytes(_tensors([*map(dict.values, states)]), set())
 
     def _bytes(self, tensors: Iterable[Tensor | None], seen: set[int]) -> int:
-        """Of storages that are not among `seen`, which has them then."""
+        """Bytes of storages that are not among `seen`, which has them then."""
         total = 0
         for tensor in tensors:
             tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor

@@ -100,7 +100,7 @@ def release(
 
 
 def is_held(aliases: list[torch.Tensor]) -> bool:
-    """Whether anything but Python's own references to `aliases`, of one storage, and the engine holds it."""
+    """Predicate: more than Python's own references to `aliases`, of one storage, and the engine holds it."""
     known = {id(tensor): tensor for tensor in aliases}
     for tensor in aliases:
         if tensor._base is not None:

@@ -210,7 +210,7 @@ class StepReport:
 
     @property
     def shapes_vary(self) -> bool:
-        """Whether many steps had to be planned anew."""
+        """Predicate: many steps had to be planned anew."""
         return self._plans >= MANY_SHAPES
 
     def step(self, *, replanned: bool, allocator: Callable[[], tuple[int, int] | None]) -> None:

@@ -192,7 +192,7 @@ class InputGroup:
                 self._manager.commit(handler, group)
 
     def reads(self) -> CallReads | None:
-        """What is known of the halves of the call's backward; None where it is whole, or not announced."""
+        """Reads known of the halves of the call's backward; None where it is whole, or not announced."""
         saved = None if self._group is None else self._group.saved
         if self._handler is None or saved is None:
             return None
@@ -242,7 +242,7 @@ class _AllButOne:
 
 
 def _can_leave(handler: ChunkGroups, tensor: torch.Tensor) -> bool:
-    """Whether the tensor may leave; of a wrapper, such as a DTensor, whether one of its members may."""
+    """Return True if the tensor may leave; of a wrapper, such as a DTensor, if one of its members may."""
     if is_plain(tensor) or not is_wrapper(tensor):
         return handler.may_leave(tensor)
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]

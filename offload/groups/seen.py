@@ -35,7 +35,7 @@ from offload.transfer.engine import TransferEngine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenStep:
-    """What a step was seen to do.
+    """Observations of one step.
 
     chunks: all that were begun. forward_order, backward_order: in the order of their begin. actions: as they
         were announced.
@@ -71,9 +71,9 @@ class SeenStep:
 
 
 def _once_each(seen: Sequence[Action], sizes: Collection[ChunkKey], idle: Collection[int]) -> list[Action]:
-    """What was seen, as a schedule: of a chunk the forward that its backward read, and that backward. A
-    forward that was run again, a backward that was taken up twice and a chunk that was never read would only
-    confuse a plan, and so would an I that reads nothing. idle: stages of those."""
+    """Schedule of what was seen: of a chunk the forward that its backward read, and that backward. A forward
+    that was run again, a backward that was taken up twice and a chunk that was never read would only confuse
+    a plan, and so would an I that reads nothing. idle: stages of those."""
     forwards: dict[ChunkKey, int] = {}
     reads: dict[ChunkKey, dict[str, int]] = {}
     for at, action in enumerate(seen):
@@ -107,8 +107,8 @@ def sizes_of(chunk: ChunkGroups) -> list[GroupSize]:
 
 
 def leaving_of(chunk: ChunkGroups, part_bytes: Mapping[int, int]) -> list[GroupSize]:
-    """What leaves of the groups, if all do. part_bytes: by position, what stays of those that leave in part.
-    What should have left in the step and found no host memory does not count."""
+    """Sizes of what leaves of the groups, if all do. part_bytes: by position, what stays of those that leave
+    in part. What should have left in the step and found no host memory does not count."""
     return [
         GroupSize(group.name, max(0, group.total_offload_bytes - part_bytes.get(at, 0) - group.refused_bytes))
         for at, group in enumerate(chunk.groups)
@@ -123,7 +123,7 @@ def half_bytes_of(group: Group, slot_bytes: Iterable[tuple[int, int]]) -> int | 
 
 
 def passed_bytes_of(group: Group, slot_bytes: Iterable[tuple[int, int]]) -> int:
-    """Of these, bytes that the weight half alone was seen to read."""
+    """Bytes of these that the weight half alone was seen to read."""
     return sum(nbytes for slot, nbytes in slot_bytes if slot in group.passed_slots)
 
 

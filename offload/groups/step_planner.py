@@ -197,7 +197,7 @@ class StepPlanner:
 
     @property
     def is_settled(self) -> bool:
-        """Whether steps like the last ones will follow the plan of now: where lengths vary, any do."""
+        """Predicate: steps like the last ones will follow the plan of now: where lengths vary, any do."""
         return self._varied.lengths.vary or self._is_steady
 
     @property
@@ -220,8 +220,8 @@ class StepPlanner:
         self._cap_by_start()
 
     def start_from(self, plan: MixedPlan | None, most_kept_bytes: int = 0) -> None:
-        """What the steps that come are to follow; None: follow it no more. most_kept_bytes: that may stay at
-        once until such a step was seen. Takes no lock."""
+        """Set what the steps that come are to follow; None: follow it no more. most_kept_bytes: that may stay
+        at once until such a step was seen. Takes no lock."""
         self._start, self._start_is_new = plan, plan is not None
         self._start_kept_bytes = most_kept_bytes
         self._cap_by_start()
@@ -244,8 +244,8 @@ class StepPlanner:
         report.step(replanned=replanned, allocator=engine.device.allocator_bytes)
 
     def _cut_short(self, seen: SeenStep, shape: object) -> bool:
-        """Whether the step looks like the planned one, ended early by an exception: it did the first of its
-        actions and no others.
+        """Return True if the step looks like the planned one, ended early by an exception: it did the first
+        of its actions and no others.
 
         A plan for it would keep more than the next whole step has room for, and a step that ran out of memory
         would do so again. A step with fewer microbatches may look the same: it is planned when it comes twice
@@ -413,14 +413,14 @@ class StepPlanner:
         self._install(seen, plan.keeps, plan.parts)
 
     def _look_ahead(self, restoring_room_bytes: int, half_room_bytes: int) -> None:
-        """As far as a plan says; a config that names the window stands in for it."""
+        """Look ahead as far as a plan says; a config that names the window stands in for it."""
         self.windows.bound("max_restoring_bytes", restoring_room_bytes, replaces=(DEFAULT,))
         self.windows.bound("half_room_bytes", half_room_bytes)
 
 
 def _room_bytes(seen: SeenStep) -> int:
-    """What a step needs on the device beside what stays: three of the largest tensor, which is saved, leaves
-    and comes back, or the largest recompute with what it reads."""
+    """Bytes that a step needs on the device beside what stays: three of the largest tensor, which is saved,
+    leaves and comes back, or the largest recompute with what it reads."""
     most = 0
     for chunk in seen.chunks:
         groups = chunk.groups

@@ -45,8 +45,8 @@ class Unit(NamedTuple):
 
 
 class Stays(NamedTuple):
-    """What a plan keeps of one chunk: positions of whole groups, and of others the slot from which on their
-    tensors stay."""
+    """Tensors of one chunk that a plan keeps: positions of whole groups, and of others the slot from which on
+    their tensors stay."""
 
     whole: frozenset[int]
     from_slot: dict[int, int]
@@ -98,8 +98,8 @@ def timed_plan(
 def plan_by(
     plan: MixedPlan, actions: Sequence[Action], units: Mapping[ChunkKey, Sequence[Unit]]
 ) -> tuple[TimedPlan, int]:
-    """What a plan says of these units, each chunk by its own place or that which it follows, and the most
-    that stays at once."""
+    """Apply a plan to these units, each chunk by its own place or that which it follows. Returns also the
+    most bytes that stay at once."""
     sizes = {chunk: [unit.size for unit in own] for chunk, own in units.items()}
     keeps = tail_keeps(sizes, plan.kept_of(sizes))
     kept: dict[ChunkKey, set[int]] = {chunk: set() for chunk in units}
@@ -155,8 +155,8 @@ def _with_halves(units: list[Unit], group: Group) -> list[Unit]:
 
 
 def _region_of_input(groups: Sequence[Group], position: int) -> int:
-    """Of the group of an input that a recompute starts from: the region of what that keeps, else one of its
-    own; 0 for any other group."""
+    """Region of the group of an input that a recompute starts from: that of what the recompute retains, else
+    one of its own; 0 for any other group."""
     cost = groups[position].cost
     if cost is None or not cost.again_bytes:
         return 0
@@ -181,7 +181,7 @@ def _with_cost(units: list[Unit], cost: Cost, left_bytes: int) -> list[Unit]:
 
 
 def stays_of(units: Sequence[Unit], kept: Collection[int]) -> Stays:
-    """What it means for the groups that the units at the places `kept` stay."""
+    """Parts of the groups that stay where the units at the places `kept` stay."""
     places: dict[int, list[int]] = {}
     for place, unit in enumerate(units):
         places.setdefault(unit.position, []).append(place)
@@ -221,7 +221,7 @@ class _Planned(NamedTuple):
 
 
 class VariedSteps:
-    """Of one planner. piece_bytes: the smallest part of a group that stays by itself."""
+    """Steps of one planner. piece_bytes: the smallest part of a group that stays by itself."""
 
     def __init__(self, piece_bytes: int) -> None:
         self._piece_bytes = piece_bytes
@@ -293,7 +293,7 @@ class VariedSteps:
         return None if planned is None else planned.plan
 
     def stays(self, plan: TimedPlan) -> dict[ChunkKey, Stays]:
-        """What stays of each chunk that was ever seen, by its own bytes."""
+        """Parts that stay of each chunk that was ever seen, by its own bytes."""
         found: dict[ChunkKey, Stays] = {}
         for chunk, handler in self._chunks.items():
             place = nearest(chunk, plan.parts)

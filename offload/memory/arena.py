@@ -218,8 +218,8 @@ class HostArena(Lender):
                 )
 
     def _idle_within(self, seconds: float) -> bool:
-        """Whether the last users of every free range have ended by then. Blocks the host until they have, or
-        so long."""
+        """Return True if the last users of every free range end within `seconds`. Blocks the host until they
+        have, or so long."""
         end = time.monotonic() + seconds
         while True:
             with self._lock:

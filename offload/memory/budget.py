@@ -63,7 +63,7 @@ class HostBudget(Protocol):
         """A step has ended: the most that was asked for is what this process needs."""
 
     def counts_with(self, other: HostBudget) -> bool:
-        """Whether both count in one place: what one of them granted is used in the other."""
+        """Return True if both count in one place: what one of them granted is used in the other."""
 
 
 class LocalHostBudget:
@@ -97,9 +97,9 @@ class LocalHostBudget:
 
 
 def default_host_limit_bytes(held_bytes: int = 0, root: Path = Path("/")) -> int:
-    """What this process may pin where nobody says: 80% of the machine's memory, or of a cgroup's limit where
-    that is lower, and no more than is available, beside the `held_bytes` that it holds already. root: where
-    /proc and /sys are."""
+    """Bytes that this process may pin where nobody says: 80% of the machine's memory, or of a cgroup's limit
+    where that is lower, and no more than is available, beside the `held_bytes` that it holds already. root:
+    where /proc and /sys are."""
     groups = cgroups(root / "proc/self/cgroup", root / "sys/fs/cgroup")
     physical_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [physical_bytes, *(group.limit_bytes for group in groups)]
@@ -108,7 +108,7 @@ def default_host_limit_bytes(held_bytes: int = 0, root: Path = Path("/")) -> int
 
 
 def available_bytes(meminfo: Path) -> int:
-    """What the machine can give without swapping."""
+    """Bytes that the machine can give without swapping."""
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     return int(lines["MemAvailable"].split()[0]) * 1024
 
@@ -171,7 +171,7 @@ _LINE = struct.Struct("<4q")
 
 
 class _Line(NamedTuple):
-    """Of one process. used, limit: bytes. most: the largest sum it asked for; its demand once `settled`."""
+    """Line of one process. used, limit: bytes. most: its largest request; its demand once `settled`."""
 
     used: int
     most: int
@@ -281,7 +281,7 @@ class SharedHostBudget:
 
     @property
     def used_bytes(self) -> int:
-        """Of all living processes."""
+        """Bytes that all living processes use."""
         with self._here.lines() as lines:
             return sum(line.used for line in lines.values())
 
@@ -317,7 +317,7 @@ class SharedHostBudget:
 
 
 class Strings(Protocol):
-    """What is used of a torch.distributed.Store."""
+    """Methods that are used of a torch.distributed.Store."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Set `desired` where the key has no value, and return the value that it has then."""

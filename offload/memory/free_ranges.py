@@ -52,7 +52,7 @@ class PendingEvents:
         return pending
 
     def poll(self, pending: PendingEvent) -> bool:
-        """Whether the event has passed. Blocks the host: never, as the next two."""
+        """Return True if the event has passed. Blocks the host: never, as the next two."""
         if (event := pending.event) is not None and self._device.poll(event):
             self.passed(event, pending)
         return pending.event is None
@@ -91,7 +91,7 @@ class PendingEvents:
 
 
 def join_pending(these: Iterable[PendingEvent]) -> tuple[PendingEvent, ...]:
-    """Those whose event may still be ahead, each once, in the order given."""
+    """Pending events that may still be ahead, each once, in the order given."""
     return tuple(dict.fromkeys(pending for pending in these if pending.event is not None))
 
 
@@ -109,7 +109,7 @@ class Range(NamedTuple):
 
     @property
     def idle(self) -> bool:
-        """Whether every event is known to have passed. Asks no device."""
+        """Predicate: every event is known to have passed. Asks no device."""
         return all(pending.event is None for pending in self.pending)
 
 

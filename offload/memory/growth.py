@@ -80,7 +80,7 @@ class Growth:
         self._pin(nbytes, one_piece=one_piece)
 
     def want(self, target_bytes: int) -> bool:
-        """Whether `target_bytes` are held: pinned here and now if growth is inline, else later, by the
+        """Return True if `target_bytes` are held: pinned here and now if growth is inline, else later, by the
         thread. A refusal is kept, with its reason. Blocks the host: never, but for inline growth."""
         deficit = target_bytes - self.held_bytes
         if deficit <= 0:

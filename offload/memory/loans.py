@@ -299,7 +299,7 @@ class Lender:
 
 
 def _needed(nbytes: int, align_bytes: int) -> int:
-    """What a block takes of the free bytes."""
+    """Bytes that a block takes of the free ones."""
     if nbytes <= 0:
         raise ValueError(f"a block of {nbytes:,} bytes was asked for; tensors without bytes need none")
     return round_up(nbytes, align_bytes)

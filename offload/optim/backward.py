@@ -37,7 +37,7 @@ def _versions(gradient: Tensor) -> tuple[int, int]:
 
 
 def _memory_of(gradient: Tensor) -> Tensor | None:
-    """What it is a view of, whose version its local shard has."""
+    """Tensor that the gradient is a view of, whose version its local shard has."""
     with torch._C.DisableTorchFunctionSubclass():
         return local_of(gradient)._base
 
@@ -187,7 +187,7 @@ class BackwardSteps:
 
     @property
     def _behind_bytes(self) -> int:
-        """Of gradients whose steps were not seen to end."""
+        """Bytes of gradients whose steps were not seen to end."""
         return sum(nbytes for *_, nbytes in self._spent.values())
 
     def _free_spent(self) -> None:

@@ -45,8 +45,8 @@ def _written(kwargs: Mapping[str, Any]) -> str:
 
 
 def defaults_of(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a class of torch puts into a param group that says nothing: another class puts it there itself.
-    Raises ValueError for a value that the class refuses."""
+    """Defaults that a class of torch puts into a param group that says nothing: another class puts them there
+    itself. Raises ValueError for a value that the class refuses."""
     if not steps_each_alone(cls):
         return {}
     try:
@@ -56,8 +56,8 @@ def defaults_of(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, An
 
 
 def is_fused_adam(cls: type[Optimizer]) -> bool:
-    """Whether the step treats each element alone, and state of this class is known by name and starts as
-    zeros, so that a parameter may be cut, its state may lie in flat memory and either side may step it. A
+    """Return True if the step treats each element alone, and state of this class is known by name and starts
+    as zeros, so that a parameter may be cut, its state may lie in flat memory and either side may step it. A
     subclass may do anything, and is not one."""
     return cls in (torch.optim.Adam, torch.optim.AdamW)
 
@@ -75,8 +75,8 @@ _EACH_ALONE = ELEMENTWISE | {
 
 
 def steps_each_alone(cls: type[Optimizer]) -> bool:
-    """Whether the step is known to treat each parameter alone and to write nothing into a param group, so
-    that several optimizers may share the parameters. Any other class, a subclass of these too, may look at
+    """Return True if the step is known to treat each parameter alone and to write nothing into a param group,
+    so that several optimizers may share the parameters. Any other class, a subclass of these too, may look at
     all parameters at once (Lamb's norm) or count in its groups (schedule-free), and is one optimizer."""
     return cls in _EACH_ALONE
 
@@ -156,7 +156,7 @@ def with_kernel(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, An
 
 
 def may_fail_half_way(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a step may raise after it has written: any but torch's fused kernels, which check all they are
-    given first."""
+    """Return True if a step may raise after it has written: any but torch's fused kernels, which check all
+    they are given first."""
     known = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
     return not (cls in known and with_kernel(cls, kwargs).get("fused"))

@@ -36,7 +36,7 @@ _SCHEDULED = "_wrapped_by_lr_sched"
 
 
 def is_ours(optimizer: object) -> bool:
-    """Whether its state was placed by name: a HybridDeviceOptimizer, or FSDPGPUOptimizerWrapper."""
+    """Predicate: its state was placed by name: a HybridDeviceOptimizer, or FSDPGPUOptimizerWrapper."""
     return isinstance(optimizer, (HybridDeviceOptimizer, FSDPGPUOptimizerWrapper))
 
 

@@ -70,7 +70,7 @@ class CpuBucket(HostBucket):
         return self.members[position].shaped(flat) if self.whole else flat
 
     def moved(self, position: int) -> None:
-        """As Part.moved."""
+        """Point the leaf at the weight's new memory on the host (`Part.moved`)."""
         self.leaves[position].data = self._leaf(position)
 
     def on_host(self, position: int) -> Tensor:
@@ -106,7 +106,7 @@ class CpuBucket(HostBucket):
             lay_like(leaf, self.state_of(position))
 
     def state_of(self, position: int) -> dict[Any, Any]:
-        """What the class keeps of the piece; empty, and not kept, before it has made it."""
+        """State that the class keeps of the piece; empty, and not kept, before it has made it."""
         assert self.optimizer is not None
         found: dict[Any, Any] = self.optimizer.state.get(self.leaves[position], {})
         return found
@@ -145,7 +145,7 @@ class CpuBucket(HostBucket):
         self._copied = self.copies.send(as_bytes(pairs))
 
     def has_gradients(self) -> bool:
-        """Whether the host has the gradients set. Blocks the host: never."""
+        """Return True if the gradients are copied to the host. Blocks the host: never."""
         return self._copied is not None and self.device.poll(self._copied)
 
     def load_gradients(self, scratch: Tensor | None) -> None:
@@ -248,7 +248,7 @@ class CpuPart(HostPart[CpuBucket]):
             bucket.moved(position)
 
     def flats_on_host(self, member: ParamView) -> tuple[Tensor, Tensor, Tensor]:
-        """What is stepped of a parameter that is never cut, its weights and its gradient; 1-D."""
+        """Flats of a parameter that is never cut: what is stepped, its weights and its gradient; 1-D."""
         ((bucket, at),) = self._pieces_of[member.index]
         return (
             bucket.flat("master", bucket.layout.pieces[at]),

@@ -88,7 +88,7 @@ class FSDPGPUOptimizerWrapper(Optimizer):
         return self._part.ring_bytes
 
     def drop_ring(self) -> None:
-        """As HybridDeviceOptimizer."""
+        """Release the device memory for steps, between steps (`HybridDeviceOptimizer.drop_ring`)."""
         self._part.drop_ring()
 
     def make_ring(self) -> None:

@@ -86,7 +86,7 @@ class HostBucket(ABC):
         self.is_due = True
 
     def has_any(self, indices: Container[int]) -> bool:
-        """Whether one of these parameters has a piece in it."""
+        """Return True if one of these parameters has a piece in it."""
         return any(member.index in indices for member in self.members)
 
     def _as_copied(self, gradient: Tensor, member: ParamView) -> Tensor:

@@ -263,8 +263,8 @@ class HybridDeviceOptimizer(Optimizer, metaclass=_MadeInPlace):
             raise
 
     def __getattr__(self, name: str) -> Any:
-        """What only the wrapped class has, where one optimizer steps all, as schedule-free's train() and
-        eval(): its methods and properties find the weights of now, and what they write is in the model
+        """Look up what only the wrapped class has, where one optimizer steps all, as schedule-free's train()
+        and eval(): its methods and properties find the weights of now, and what they write is in the model
         after."""
         placed = vars(self).get("placed")
         whole = placed.whole if placed and not name.startswith("_") else None
@@ -277,7 +277,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=_MadeInPlace):
         return functools.partial(self._runner.called, found) if callable(found) else found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What only the wrapped class has is set there."""
+        """Set on the wrapped optimizer what only its class has."""
         whole = self.placed.whole if self._built else None
         sole = whole.optimizer if whole else None
         theirs = not (name.startswith("_") or name in vars(self) or hasattr(type(self), name))
@@ -341,7 +341,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=_MadeInPlace):
     # -- the step --------------------------------------------------------------------------------------------
     @property
     def last_microbatch(self) -> bool | None:
-        """Whether the backward to come is its step's last: for a schedule to set. None: as many as in the
+        """Predicate: the backward to come is its step's last: for a schedule to set. None: as many as in the
         step before are expected. Counts with overlap="backward" alone."""
         return self._runner.backward.last_microbatch
 
@@ -356,7 +356,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=_MadeInPlace):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What a GradScaler's step() asks first: no. It has unscaled the gradients, or is about to."""
+        """Answer what a GradScaler's step() asks first: no. It has unscaled the gradients, or is about to."""
         self._runner.backward.raise_if_stepped("a GradScaler changed the gradients")
         return False
 

@@ -41,14 +41,14 @@ def several_ranks() -> bool:
 
 
 def may_be_reduced_in_place(gradient: Tensor) -> bool:
-    """Whether a plain gradient is a view of a buffer that somebody may still reduce, as
+    """Return True if a plain gradient is a view of a buffer that somebody may still reduce, as
     DistributedDataParallel with gradient_as_bucket_view does: collectives move no version counter, so a copy
     made now could not be told from the reduced one."""
     return local_of(gradient) is gradient and gradient._is_view() and several_ranks()
 
 
 def is_split(parameter: Tensor) -> bool:
-    """Whether this rank has a part of the parameter only."""
+    """Return True if this rank has a part of the parameter only."""
     if local_of(parameter) is parameter:
         return False
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
@@ -165,11 +165,11 @@ class UserGroup:
             self.snapshot[key] = value.clone() if isinstance(value, Tensor) else value
 
     def is_changed(self) -> bool:
-        """Whether the user's group says something else than at the last `refresh`."""
+        """Return True if the user's group says something else than at the last `refresh`."""
         return any(not _same(self.snapshot.get(key), value) for key, value in self._now().items())
 
     def needs_moments(self) -> bool:
-        """Whether amsgrad was switched since the last `refresh`."""
+        """Return True if amsgrad was switched since the last `refresh`."""
         return bool(self.snapshot.get("amsgrad")) != bool(self.values.get("amsgrad"))
 
 
@@ -239,7 +239,7 @@ def adopted_groups(
 
 
 def _other_sides(groups: Sequence[Any], others: Sequence[Any], keys: frozenset[str]) -> list[Any]:
-    """Of each group what it is a view of, or its view. others: those until now. keys: a new view's own."""
+    """Other side of each group: its source or its view. others: those until now. keys: a new view's own."""
     known = {id(view.of): view for view in others if isinstance(view, _View)}
     return [
         group.of if isinstance(group, _View) else known.get(id(group)) or _View(group, keys)
@@ -347,7 +347,7 @@ class Part(ABC):
         return ()
 
     def note_state(self, member: ParamView, has: bool) -> None:
-        """Whether the parameter has the state that lies in `homes`; nothing where a class keeps it."""
+        """Note whether the parameter has the state that lies in `homes`; nothing where a class keeps it."""
         return
 
     def forget(self, member: ParamView) -> None:
@@ -360,10 +360,10 @@ class Part(ABC):
 
     @abstractmethod
     def master(self, member: ParamView) -> Tensor:
-        """What the optimizer steps, in the parameter's shape; the parameter itself where that is."""
+        """Tensor that the optimizer steps, in the parameter's shape; the parameter itself where that is."""
 
     def has_master(self, member: ParamView) -> bool:
-        """Whether a float32 master is stepped in place of the parameter."""
+        """Return True if a float32 master is stepped in place of the parameter."""
         return self.options.master_dtype(member) != member.dtype
 
     @torch.no_grad()

@@ -77,7 +77,7 @@ def choose_places(nbytes: Sequence[int], cpu_share: float) -> list[Place]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacingOptions:
-    """What decides about places. Raises ValueError for what cannot be."""
+    """Options that decide about places. Raises ValueError for what cannot be."""
 
     offload_fraction: float
     cpu_share: float | None
@@ -107,8 +107,8 @@ class PlacingOptions:
                 raise ValueError(f"{why}; leave it out, or set offload_fraction=0")
 
     def arguments_of(self, cls: type[Optimizer]) -> dict[str, Any]:
-        """What the class is made with, in each part: one kernel steps all once some state leaves the
-        device."""
+        """Arguments that the class is made with, in each part: one kernel steps all once some state leaves
+        the device."""
         return with_kernel(cls, self.kwargs) if self.offload_fraction else dict(self.kwargs)
 
     def refuse_kernel(self, group: Mapping[str, Any]) -> None:
@@ -167,19 +167,19 @@ class Placement:
         return self._parts[self.places[member.index]]
 
     def is_offloaded(self, member: ParamView) -> bool:
-        """Whether the state of a parameter of the device is on the host."""
+        """Return True if the state of a parameter of the device is on the host."""
         return self.places[member.index] in (Place.CPU, Place.STREAMED)
 
     def is_grouped_as(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether the very groups, and the parameters in them, are those of the last `regroup`, in the same
-        order and with the same moments."""
+        """Return True if the very groups, and the parameters in them, are those of the last `regroup`, in the
+        same order and with the same moments."""
         return len(groups) == len(self.user_groups) and all(
             known.values is group and self._indices(group) == known.indices and not known.needs_moments()
             for known, group in zip(self.user_groups, groups, strict=True)
         )
 
     def _indices(self, group: Mapping[str, Any]) -> list[int]:
-        """Of the group's parameters that have a place, or are to get one: -1."""
+        """Indices of the group's parameters that have a place, or are to get one: -1."""
         return [self.of[id(p)].index if id(p) in self.of else -1 for p in group["params"] if self._counts(p)]
 
     def regroup(self, groups: list[dict[str, Any]], names: Mapping[int, str]) -> list[ParamView]:
@@ -276,7 +276,7 @@ class Placement:
         return [found for part in self.parts for found in part.inside()]
 
     def _counts(self, parameter: Tensor) -> bool:
-        """Whether the parameter has a place. One that is frozen gets it once it trains, has a gradient or
+        """Predicate: the parameter has a place. One that is frozen gets it once it trains, has a gradient or
         state is loaded for it; but Adagrad makes state of all as it is made, and others may look at all."""
         found = id(parameter) in self.of or id(parameter) in self.loaded
         return found or not self._waits or trains(parameter)
@@ -305,8 +305,8 @@ class Placement:
         return members
 
     def _checked_share(self) -> float:
-        """What can be streamed is streamed: W4 alone took 236.8 ms (1.08 of the bound) at share 0, and 282.9
-        to 304.6 ms at shares of 0.4 to 0.6 (docs/log.md)."""
+        """Check cpu_share. None streams all that can be: W4 alone took 236.8 ms (1.08 of the bound) at share
+        0, and 282.9 to 304.6 ms at shares of 0.4 to 0.6 (docs/log.md)."""
         options = self._options
         plain = with_kernel(options.cpu_cls, options.kwargs).get("fused")
         if not (plain and is_fused_adam(options.cpu_cls) and options.gpu_cls is options.cpu_cls):
@@ -354,8 +354,8 @@ class Placement:
                 )
 
     def master_of(self, member: ParamView) -> Tensor:
-        """What the optimizer steps: the float32 master, or the weights themselves. Masters follow the weights
-        first. Blocks the host; nothing may be in flight."""
+        """Tensor that the optimizer steps: the float32 master, or the weights themselves. Masters follow the
+        weights first. Blocks the host; nothing may be in flight."""
         part = self.part_of(member)
         part.refresh_master(member)
         return part.master(member)

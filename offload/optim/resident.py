@@ -90,7 +90,7 @@ def undone_on_error(optimizer: Optimizer, not_ours: Sequence[BaseException]) -> 
 
 @torch.no_grad()
 def _remembered(root: dict[str, Any]) -> tuple[list[Callable[[], object]], list[str]]:
-    """What puts back all that can be reached, and the names of what cannot be looked into."""
+    """Functions that put back all that can be reached, and the names of what cannot be looked into."""
     undo: list[Callable[[], object]] = []
     unseen: list[str] = []
     seen: dict[int, Any] = {}
@@ -179,7 +179,7 @@ class ResidentPart(Part):
             self._inner[member.index] = inner
 
     def _lies_flat(self, member: ParamView) -> bool:
-        """Whether both sides lie where they lay when the step began: bytes can be copied."""
+        """Return True if both sides lie where they lay when the step began: bytes can be copied."""
         if member.index not in self._flats:
             return False
         inner, local = self._inner[member.index], local_of(member.parameter)
@@ -286,8 +286,8 @@ class ResidentPart(Part):
                 device.note_read(device.compute, to)
 
     def step(self, *given: Any, atomic: bool, not_ours: Sequence[BaseException] = (), **named: Any) -> Any:
-        """What the class's step returns; after `fetch`. given, named: its arguments. atomic: an error in it
-        leaves weights and state as they were. not_ours: what the closure has raised."""
+        """Step, and return what the class's step returns; after `fetch`. given, named: its arguments. atomic:
+        an error in it leaves weights and state as they were. not_ours: what the closure has raised."""
         assert self.optimizer is not None
         self.undone = False
         try:
@@ -304,7 +304,7 @@ class ResidentPart(Part):
         return found
 
     def reorder(self, member: ParamView, before: tuple[int, ...]) -> None:
-        """What is no parameter itself lies as the weights lie now, and so does its state. Where the
+        """Lay a tensor that is no parameter itself, and its state, as the weights lie now. Where the
         parameter itself is stepped its class decides what becomes of the state."""
         inner = self._inner[member.index]
         if inner is not member.parameter:

@@ -47,7 +47,7 @@ _ALONE = next(_references([object()]))
 
 
 def _is_in(value: Any, place: Tensor) -> bool:
-    """Whether the value is this memory."""
+    """Return True if the value is the memory of `place`."""
     return isinstance(value, Tensor) and value.dtype == place.dtype and local_of(value).is_set_to(place)
 
 
@@ -182,7 +182,7 @@ class UserState:
     # -- taking over -----------------------------------------------------------------------------------------
     @torch.no_grad()
     def take_over(self) -> None:
-        """What was written since the last step counts. Raises ValueError if no step can be taken with it."""
+        """Adopt what was written since the last step. Raises ValueError if no step can be taken with it."""
         self.show()
         changed = self._changed()
         aliases = [alias for lent in self._lent.values() for alias in lent.values()] if changed else []
@@ -264,7 +264,7 @@ class UserState:
                 entry[key] = loaded_value(key, value, tensor, "cpu" if away else value.device)
 
     def _has_holders(self) -> bool:
-        """Whether anybody but this object and the classes has the dictionary, an entry or a tensor of one."""
+        """Predicate: anybody but this object and the classes has the dictionary, an entry or its tensor."""
         entries = [entry for entry in self.all.values() if isinstance(entry, dict)]
         inside = [entry for optimizer, _ in self._placed.inside() for entry in optimizer.state.values()]
         kept = [*entries, *self._lent.values(), *self._seen.values()]
@@ -304,7 +304,7 @@ SHAPED = (MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 def is_hooks(name: str, kind: str = "_hooks") -> bool:
-    """Whether an attribute of an optimizer has hooks."""
+    """Return True if an attribute of an optimizer has hooks."""
     return name.startswith("_optimizer_") and name.endswith(kind)
 
 
@@ -400,7 +400,7 @@ def with_class_rules(
 
 
 def fill_state(optimizers: list[Optimizer]) -> None:
-    """What each class makes in its first step, with weights and counts as they were: a step of zero
+    """Make what each class makes in its first step, with weights and counts as they were: a step of zero
     gradients, taken back. Clones of streamed weights are stepped, since a write to these makes old what
     others read of them."""
     for optimizer in optimizers:

@@ -83,7 +83,7 @@ def checked_overlap(overlap: str, model: nn.Module | None, *, has_workers: bool,
 
 
 def open_runners() -> list[StepRunner]:
-    """Of all optimizers that are not closed."""
+    """Runners of all optimizers that are not closed."""
     return list(_OPEN)
 
 
@@ -237,8 +237,8 @@ class StepRunner(Client):
                 sees(Phase.STEP_END)
 
     def called(self, method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """What a method of the class of the one optimizer returns, which finds weights, gradients and state
-        of now, and whose writes are the model's."""
+        """Call a method of the one optimizer's class, and return what it returns. It finds weights, gradients
+        and state of now, and its writes are the model's."""
         with self.steps.stepping:
             self.take_changes()
             whole = self.placed.whole

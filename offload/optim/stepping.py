@@ -41,8 +41,8 @@ the time that its step takes."""
 
 
 class _Pending(dict[HostBucket, set[int]]):
-    """Of one step, buckets and the lanes that have waited for them, by id. Unlike a dict it can be held
-    weakly."""
+    """Pending buckets of one step, and the lanes that have waited for them, by id. Unlike a dict it can be
+    held weakly."""
 
 
 class HostedSteps:
@@ -139,7 +139,7 @@ class HostedSteps:
         self._untaken += 1
 
     def next_issued(self, *, block: bool) -> HostBucket | None:
-        """Of this step, the bucket that a worker has issued next, or dropped after a failure: each once. None
+        """Bucket of this step that a worker has issued next, or dropped after a failure: each once. None
         where there is none yet, and with `block`, which blocks the host until there is, where none comes."""
         if not self._untaken:
             return None
@@ -152,18 +152,18 @@ class HostedSteps:
 
     # -- waiting ---------------------------------------------------------------------------------------------
     def is_under_way(self, index: int) -> bool:
-        """As Stepper."""
+        """Return True if a step has claimed the parameter, and not issued all of its copies (`Stepper`)."""
         return any(b.is_due or not b.done.is_open for b in self.buckets_of.get(index, ()))
 
     def ends_of(self, index: int) -> list[Event]:
-        """As Stepper."""
+        """Wait until the step is issued, and return the events behind all it reads and writes (`Stepper`)."""
         mine = self.buckets_of.get(index, ())
         for bucket in mine:
             bucket.done.wait()
         return [event for bucket in mine for event in bucket.ends]
 
     def is_pending(self, index: int) -> bool:
-        """Whether the training thread has not finished the step of the parameter's buckets yet."""
+        """Predicate: the training thread has not finished the step of the parameter's buckets yet."""
         return any(bucket in self._pending for bucket in self.buckets_of.get(index, ()))
 
     def await_weights(self, indices: Iterable[int] | None = None) -> None:
@@ -207,9 +207,9 @@ class HostedSteps:
             bucket.drop_gradients()
 
     def awaiting(self, index: int) -> Callable[[], None]:
-        """What waits for the parameter as `await_weights`, in the step that begins, and does nothing after
-        it: then nobody who waits has touched it. Holds the step weakly: a gradient outlives its module by
-        this, and the step has the module."""
+        """Function that waits for the parameter as `await_weights`, in the step that begins, and does nothing
+        after it: then nobody who waits has touched it. Holds the step weakly: a gradient outlives its module
+        by this, and the step has the module."""
         return functools.partial(weakly(self._await_of), weakref.ref(self._pending), index)
 
     def _await_of(self, step: Callable[[], _Pending | None], index: int) -> None:

@@ -189,7 +189,7 @@ class StreamedBucket(HostBucket):
 
     @property
     def flat_bytes(self) -> int:
-        """Of one flat of the state."""
+        """Bytes of one flat of the state."""
         return self.layout.numel * self.master_dtype.itemsize
 
     def _on_host(self, state: Mapping[str, Tensor]) -> list[CopyPair]:
@@ -273,7 +273,7 @@ class StreamedBucket(HostBucket):
 
 
 def _first_bytes(room: Tensor, like: Tensor) -> Tensor:
-    """As many elements as `like` has, of its dtype, at the beginning of `room`: 1-D."""
+    """View of as many elements as `like` has, of its dtype, at the beginning of `room`: 1-D."""
     return room.view(torch.uint8)[: like.numel() * like.element_size()].view(like.dtype)
 
 
@@ -338,7 +338,7 @@ class StreamedPart(HostPart[StreamedBucket]):
 
     @property
     def resident_bytes(self) -> int:
-        """Of state that stays on the device."""
+        """Bytes of state that stays on the device."""
         return sum(flat.numel() for bucket in self.buckets for flat in bucket.resident.values())
 
     def look(self) -> None:

@@ -114,7 +114,7 @@ def watch(tensor: Tensor, owner: Awaits, index: int = 0, *, stepped: bool = Fals
 
 @functools.cache
 def _stepped(kind: Any) -> Any:
-    """Of a tensor of torch's, or of a DTensor."""
+    """Class of a stepped gradient that is a tensor of torch's, or a DTensor."""
     plain = SteppedGradient if kind is Tensor else kind
     return plain if issubclass(plain, SteppedGradient) else type("SteppedShard", (SteppedGradient, kind), {})
 

@@ -149,7 +149,7 @@ class FlatSpec(NamedTuple):
 
 
 def free_bytes(arena: HostArena) -> int:
-    """Of the host's budget: what nobody holds, and what this process holds and has not lent."""
+    """Free bytes of the host's budget: what nobody holds, and what this process holds and has not lent."""
     return arena.budget.limit_bytes - arena.budget.used_bytes + max(0, arena.held_bytes - arena.lent_bytes)
 
 

@@ -34,7 +34,7 @@ def inner_parts(tensor: Any) -> dict[str, Tensor]:
 
 
 def is_laid_out_as(parameter: Tensor, gradient: Tensor) -> bool:
-    """Whether the gradient's local shard is that of the parameter, and whole: not a rank's share of a sum."""
+    """Predicate: the gradient's local shard is the parameter's, and whole: not a rank's share of a sum."""
     mine, other = getattr(parameter, "placements", None), getattr(gradient, "placements", None)
     return mine is None or other is None or mine == other
 
@@ -56,7 +56,7 @@ def _gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def trains(parameter: Tensor) -> bool:
-    """Whether an optimizer's step may step it: it gets gradients, or was given one."""
+    """Predicate: an optimizer's step may step the parameter: it gets gradients, or was given one."""
     return parameter.requires_grad or _gradient_of(parameter) is not None
 
 

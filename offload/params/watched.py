@@ -35,7 +35,7 @@ class Stepper(Protocol):
     """Who steps a parameter, by index."""
 
     def is_under_way(self, index: int) -> bool:
-        """Whether a step has claimed it, and not issued all of its copies. Blocks the host: never."""
+        """Return True if a step has claimed it, and not issued all of its copies. Blocks the host: never."""
 
     def await_weights(self, indices: Iterable[int] | None) -> None:
         """The current lane's work from here on comes after the step. Blocks the host until that is issued.
@@ -70,14 +70,14 @@ class Home(Protocol):
 
     @property
     def device(self) -> Device:
-        """Whose lanes move it."""
+        """Device whose lanes move it."""
 
     @property
     def master(self) -> Tensor:
         """Pinned host bytes in the order of the device's memory: 1-D, uint8."""
 
     def is_of(self, parameter: Tensor) -> bool:
-        """Whether it has the parameter's bytes still."""
+        """Return True if this home has the parameter's bytes still."""
 
     def begin_step(self, stepper: Stepper, index: int) -> Claim:
         """Claim the parameter for a step, perhaps again for another part of it. Raises OffloadError. Blocks
@@ -92,7 +92,7 @@ def home_of(parameter: Tensor) -> Home | None:
 
 
 def has_own_storage(tensor: Tensor) -> bool:
-    """Whether nobody else has the tensor's storage, which can be freed and refilled and has no byte more."""
+    """Predicate: the tensor alone has its storage, which can be freed and refilled and has no byte more."""
     return (
         is_alone(tensor)
         and tensor.storage_offset() == 0
@@ -102,12 +102,12 @@ def has_own_storage(tensor: Tensor) -> bool:
 
 
 def is_alone(tensor: Tensor) -> bool:
-    """Whether nobody else has the tensor's storage."""
+    """Return True if nobody else has the tensor's storage."""
     return bool(use_count(tensor.untyped_storage()._cdata) == 2)  # the tensor, and the object that was asked
 
 
 def methods(names: str, owner: Any = Tensor) -> frozenset[Any]:
-    """Those functions of a class or module that this torch has. names: with blanks between."""
+    """Functions of a class or module that this torch has. names: with blanks between."""
     return frozenset(getattr(owner, name) for name in names.split() if hasattr(owner, name))
 
 
@@ -140,8 +140,8 @@ class Watched(Tensor):
     """What functions of torch.distributed ask, before they hand a tensor to C++."""
 
     def __init_subclass__(cls) -> None:
-        """As DTensor: optimizers, and clip_grad_norm_, whose loop gives other bits than its list, take lists
-        by default where all tensors are of these types."""
+        """Register the class as DTensor is: optimizers, and clip_grad_norm_, whose loop gives other bits than
+        its list, take lists by default where all tensors are of these types."""
         for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
             types.append(cls)
 
@@ -155,8 +155,8 @@ class Watched(Tensor):
 
     @classmethod
     def of_collectives(cls, func: Callable[..., Any]) -> bool:
-        """Whether the `touch` that calls this is told of a collective of torch.distributed, or asked by
-        one."""
+        """Return True if the `touch` that calls this is told of a collective of torch.distributed, or asked
+        by one."""
         asks = sys._getframe(3).f_globals if func in cls.asked_by_collectives else {}
         module = getattr(func, "__module__", "")
         return "torch.distributed.distributed_c10d" in (module, asks.get("__name__"))

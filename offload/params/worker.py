@@ -57,8 +57,8 @@ class Latch:
 
 
 class _Shared:
-    """What the thread and its owner both see. The thread holds no more than this, so an optimizer that is
-    dropped ends its thread."""
+    """State that the thread and its owner both see. The thread holds no more than this, so an optimizer that
+    is dropped ends its thread."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[tuple[Job, Job] | None] = queue.SimpleQueue()
@@ -163,7 +163,7 @@ class Worker:
 
     @property
     def is_of_parent(self) -> bool:
-        """Whether this process was forked from the one that has the thread."""
+        """Predicate: this process was forked from the one that has the thread."""
         return self._process != os.getpid()
 
     def synchronize(self) -> None:

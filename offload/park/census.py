@@ -81,21 +81,21 @@ class Entry(Weight):
 
     @property
     def is_shared(self) -> bool:
-        """Whether somebody holds the storage that is not known here."""
+        """Predicate: somebody holds the storage that is not known here."""
         return bool(use_count(self.storage._cdata) > len(self.holders) + 1)  # the object that was asked
 
     @property
     def reader(self) -> object | None:
-        """What lives as long as somebody has the host's copy."""
+        """Object that lives as long as somebody has the host's copy."""
         return self._reader_of_host_copy()
 
     def elements(self, flat: Tensor) -> Tensor:
-        """As Weight: of a storage, its bytes."""
+        """Return `flat`: the elements of a storage are its bytes (`Weight.elements`)."""
         return flat
 
 
 class Census:
-    """What there is, of one device.
+    """Inventory of one device.
 
     entries: by storage. streams: who has other tensors of the model on the host already. others: name, bytes
     and kind of what is on another device.
@@ -144,8 +144,8 @@ class Census:
         return found
 
     def is_saved(self, entry: Entry) -> bool:
-        """Whether a graph has a view of the storage for its backward: what else holds that is no object of
-        Python's, and a graph leads to a parameter over it."""
+        """Return True if a graph has a view of the storage for its backward: what else holds that is no
+        object of Python's, and a graph leads to a parameter over it."""
         key = entry.storage._cdata
         others = use_count(key) - len(entry.holders) - 1 - self._unknown[key]
         return others > 0 and any(_is_in_graph(t) for t in entry.holders.values() if t.requires_grad)

@@ -55,7 +55,7 @@ _H200_BYTES_PER_S = 55e9
 
 
 class Parked(Client):
-    """What `park` did to a model, its gradients and its optimizers, over all cycles.
+    """Result of `park` on a model, its gradients and its optimizers, over all cycles.
 
     report: of the last park. Its host memory stays pinned for the next cycle, until `close()`, or until the
     model and this object are gone.
@@ -89,18 +89,18 @@ class Parked(Client):
         return tuple(kind for kind in KINDS if kind in self._parked)
 
     def end_step(self) -> ClientStats:
-        """As Client."""
+        """Return the host bytes that are on loan to the client (`Client.end_step`)."""
         return ClientStats(lent_bytes=sum(memory.nbytes for memory in self._memory.values()))
 
     @contextmanager
     def hold(self, weights: Collection[Weight]) -> Iterator[None]:
-        """As Holder: nothing is brought for a read."""
+        """Raise OffloadError for a read: nothing is brought for it (`Holder.hold`)."""
         for weight in weights:
             raise OffloadError(f"a read of {weight.name}, {weight.away}")
         yield
 
     def host_copy(self, weight: Weight) -> torch.Tensor:
-        """As Holder."""
+        """Return the host's copy of the weight (`Holder.host_copy`)."""
         return weight.on_host()
 
     def refuse(self, what: str, *kinds: str) -> None:
@@ -164,7 +164,7 @@ class Parked(Client):
                 self._hooks.extend(self._gate.close(self._model(), _living(self._optimizers)))
 
     def _count(self, extra: Sequence[Any], *, is_plan: bool) -> Census:
-        """What there is, once steps under way have ended. Blocks the host for these."""
+        """Count what there is, once steps under way have ended. Blocks the host for these."""
         census, model = Census(self._device), self._model()
         assert model is not None  # whoever parks it has it
         known = {id(each) for each in model.parameters()}
@@ -263,8 +263,8 @@ class Parked(Client):
             free(self._device, entry)
 
     def _free_beside(self, census: Census, coming: Sequence[Kind], report: ParkReport) -> None:
-        """What needs no copy leaves the device: streamed weights and gradients, rings of optimizers; and what
-        the allocator has cached goes back to the driver."""
+        """Release from the device what needs no copy: streamed weights and gradients, rings of optimizers;
+        and return to the driver what the allocator has cached."""
         optimizers = _living(self._optimizers) if "optimizer" in coming else []
         rings = [each for each in optimizers if hasattr(each, "drop_ring")]
         self._rings = [*map(weakref.ref, rings)] if "optimizer" in coming else self._rings

@@ -15,7 +15,7 @@ _NAMED = 5
 
 @dataclass(slots=True)
 class KindReport:
-    """Of one kind, in bytes.
+    """Report of one kind, in bytes.
 
     moved_bytes: of storages that are copied to the host. clean_bytes: of device memory that is given up
     without a copy, because the host has the bytes. seconds: of the copies; before a call, by the link's rate.
@@ -30,7 +30,7 @@ class KindReport:
 
 @dataclass(slots=True)
 class ParkReport:
-    """Of one call.
+    """Report of one call.
 
     | name | | unit |
     |---|---|---|

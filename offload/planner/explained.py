@@ -30,8 +30,8 @@ _NOTHING = (
 
 
 class BlockShare(NamedTuple):
-    """What becomes of one block's saved tensors, over all chunks of a step. Bytes, and device milliseconds of
-    recompute, in both halves of a split backward. levels: how often each was chosen."""
+    """Bytes of one block's saved tensors by what becomes of them, over all chunks of a step, and device
+    milliseconds of recompute, in both halves of a split backward. levels: how often each was chosen."""
 
     name: str
     saved_bytes: int
@@ -54,8 +54,8 @@ class BlockShare(NamedTuple):
 
 
 class KindShare(NamedTuple):
-    """What of a kind is where, in bytes; None where it is shown elsewhere. next_gb_s: seconds of a step that
-    another GB of it on the device would spare; None where that is not known."""
+    """Bytes of a kind on the device and on the host; None where they are shown elsewhere. next_gb_s: seconds
+    of a step that another GB of it on the device would spare; None where that is not known."""
 
     kind: str
     device_bytes: int | None
@@ -76,7 +76,7 @@ def folded(rows: Iterable[tuple[str, ...]]) -> list[list[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What is followed now.
+    """Explanation of what is followed now.
 
     state        in words; before there is a plan, what is waited for
     is_final     steps like the last ones will do what they did, of blocks and of what stays of them
@@ -162,7 +162,7 @@ class Explanation:
         return names[place] if place < len(names) else f"call {place}"
 
     def _kept(self, chunk: ChunkKey, blocks: Any) -> list[int]:
-        """What stays of each block: a plan keeps from the end of a chunk."""
+        """Bytes that stay of each block: a plan keeps from the end of a chunk."""
         assert self.plan is not None
         left = int(self.plan.kept_bytes.get(chunk, 0))
         kept: list[int] = []
@@ -227,7 +227,7 @@ class Explanation:
         return "\n".join([*lines, "", table, "", *self.margins()])
 
     def margins(self) -> list[str]:
-        """What more memory would change; [] where that is not known."""
+        """Describe what more memory would change; [] where that is not known."""
         if self.larger_budget is None:
             return []
         nbytes, saved_ms = self.larger_budget

@@ -144,8 +144,8 @@ def peers_of(groups: Collection[str]) -> frozenset[int]:
 
 
 def may_differ(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a second call on the same inputs may give other bits: what torch.use_deterministic_algorithms
-    refuses in a forward on a GPU."""
+    """Return True if a second call on the same inputs may give other bits: what
+    torch.use_deterministic_algorithms refuses in a forward on a GPU."""
     name = getattr(operator, "_schema", None) and operator._schema.name.removeprefix("aten::").rstrip("_")
     tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
     return name in _DIFFERING and any(tensor.device.type != "cpu" for tensor in tensors)
@@ -170,12 +170,12 @@ def writes_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> I
 
 
 def draws_by_itself(operator: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether it draws random numbers from a generator that it is given, whose state no checkpoint keeps."""
+    """Predicate: it draws random numbers from a given generator, whose state no checkpoint keeps."""
     return isinstance(operator, OpOverload) and kwargs.get("generator") is not None
 
 
 def is_attention(operator: Any) -> bool:
-    """Whether its time grows with the square of a sequence."""
+    """Return True if the operator's time grows with the square of a sequence."""
     name = str(operator)
     return any(part in name for part in _ATTENTION)
 

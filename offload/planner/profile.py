@@ -54,7 +54,7 @@ class SeenCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProfile:
-    """Of one kind of block, for inputs of one shape.
+    """Profile of one kind of block, for inputs of one shape.
 
     Built by `build`; a profile for other numbers of tokens by `scaled`.
     """
@@ -178,8 +178,8 @@ def _menu_of(profile: BlockProfile) -> tuple[Menu, Keeps]:
 
 
 def _again_seconds(profile: BlockProfile) -> float:
-    """Of a recompute that keeps nothing: with kernels that no operator launches, and where the device waits
-    for launches."""
+    """Seconds of a recompute that retains nothing: with kernels that no operator launches, and where the
+    device waits for launches."""
     again_s = _seconds(call for call in profile.calls if call.again)
     return again_s + max(0.0, profile.forward_s - _seconds(profile.calls))
 
@@ -205,8 +205,8 @@ def _same_levels(profile: BlockProfile) -> Menu:
 
 
 def _classes(calls: Sequence[SeenCall]) -> list[_Class]:
-    """Of calls kept together one that may not be kept is enough for none to be: with other inputs its number
-    may be another call's."""
+    """Classes of calls that are kept together. One that may not be kept is enough for none to be: with other
+    inputs its number may be another call's."""
     by_mark: dict[Hashable, list[SeenCall]] = {}
     for call in calls:
         mark = (call.operator, call.number) if call.together is None else call.together
@@ -233,7 +233,7 @@ def _classes(calls: Sequence[SeenCall]) -> list[_Class]:
 
 
 def kept_always(calls: Sequence[SeenCall]) -> frozenset[tuple[Any, int]]:
-    """What every recompute of a block keeps."""
+    """Names of the calls that every recompute of a block retains."""
     nothing = frozenset[tuple[Any, int]]()
     return nothing.union(*(found.names for found in _classes(calls) if found.must))
 

@@ -92,7 +92,7 @@ class _Call:
 
 
 class BlockProfiler:
-    """Of one call of `module`, which is given `args` and `kwargs`.
+    """Profiler of one call of `module`, which is given `args` and `kwargs`.
 
     min_elements: a tensor of fewer does not leave; None takes the engine's setting. may_be_recomputed: no
         call of such a block may be, if False, whatever is seen.
@@ -151,7 +151,7 @@ class BlockProfiler:
         return self._mode.only
 
     def backward_begins(self, gradients: object = None) -> None:
-        """What the block was given may be written from here on."""
+        """Check what the block was given for writes; it may be written from here on."""
         self._look_at_given("what it was given is written after it")
         self._given = []
 
@@ -165,12 +165,12 @@ class BlockProfiler:
             self._mode.only = self._mode.only or written
 
     def ready(self) -> bool:
-        """Whether the forward is over, on the device too. Never blocks the host."""
+        """Return True if the forward is over, on the device too. Never blocks the host."""
         return self._mode.ready()
 
     def profile(self) -> BlockProfile:
-        """What was seen, once it is `ready`; the later, the more writes to outputs are known. Blocks the
-        host: never. Seconds are the sums over calls, the profiler's own not among them."""
+        """Profile of what was seen, once it is `ready`; the later, the more writes to outputs are known.
+        Blocks the host: never. Seconds are the sums over calls, the profiler's own not among them."""
         mode = self._mode
         assert mode.ready(), "a profile is read once it is ready"
         seconds = mode.device_seconds()
@@ -444,7 +444,7 @@ _MODULE_CALL = nn.Module._call_impl.__code__
 
 
 def _inside_fsdp() -> bool:
-    """Whether a hook of FSDP2 around the block calls, and not the block: a recompute gathers nothing."""
+    """Predicate: a hook of FSDP2 around the block calls, and not the block: a recompute gathers nothing."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_code is not _MODULE_CALL:
         if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp"):

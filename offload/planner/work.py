@@ -73,7 +73,7 @@ class StepWork:
 
     @property
     def shape(self) -> object:
-        """What a plan is for: the actions, and how many blocks each chunk has beside what only needs room. A
+        """Shape of a plan: the actions, and how many blocks each chunk has beside what only needs room. A
         backward in halves is as a whole one: which it is here was measured, and ranks are to agree."""
         counts = {
             chunk: sum(block.menu[0].saved_bytes > 0 for block in own) for chunk, own in self.blocks.items()
@@ -199,8 +199,8 @@ def _whole_where_idle(
 def _typical(
     actions: Sequence[Action], seconds: Mapping[Action, float], ran: Mapping[ChunkKey, Sequence[Ran]]
 ) -> dict[Action, float]:
-    """Of each action the median of those that did the same: a pause of Python's collector makes one of them
-    twice as long."""
+    """Median seconds of each action, over those that did the same: a pause of Python's collector makes one of
+    them twice as long."""
     alike: dict[Hashable, list[Action]] = {}
     for action in actions:
         calls = ran.get(action.chunk, ())

@@ -68,7 +68,7 @@ class GroupSize(NamedTuple):
 
     @property
     def w_bytes(self) -> int:
-        """What its W reads after its I."""
+        """Bytes that its W reads after its I."""
         return self.nbytes if self.half_bytes is None else self.half_bytes
 
 
@@ -85,7 +85,7 @@ ChunkSizes = Mapping[ChunkKey, Sequence[GroupSize]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What the link carries, in bytes per second."""
+    """Rates of the link, in bytes per second."""
 
     d2h_bytes_per_s: float
     """Device to host with the other direction idle."""

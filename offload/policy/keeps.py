@@ -52,7 +52,7 @@ def fraction_keeps(
     pp_rank: int = 0,
     delta_bytes: int = 0,
 ) -> Keeps:
-    """What stays, `held` included.
+    """Groups that stay, `held` included.
 
     held: groups that stay anyway (the margin); they and groups of 0 bytes are not eligible.
     fraction: of the eligible groups of each chunk the first so many leave, rounded to the nearest group; 0
@@ -125,8 +125,7 @@ def limit_keeps(
 
 
 def tail_keeps(sizes: ChunkSizes, kept_bytes: Mapping[ChunkKey, float]) -> Keeps:
-    """Of each chunk the last groups that together take at most `kept_bytes[chunk]` (0 where it is not
-    named)."""
+    """Last groups of each chunk that together take at most `kept_bytes[chunk]` (0 where it is not named)."""
     keeps: list[GroupKey] = []
     for chunk, groups in sizes.items():
         ends = accumulate(group.nbytes for group in reversed(groups))
@@ -138,8 +137,8 @@ def tail_keeps(sizes: ChunkSizes, kept_bytes: Mapping[ChunkKey, float]) -> Keeps
 def short_lives_bytes(
     actions: Sequence[Action], sizes: ChunkSizes, budget_bytes: float
 ) -> dict[ChunkKey, int]:
-    """Of each chunk what may stay of its end, the chunk with the fewest actions from its F to its last read
-    first, so that kept bytes never pass the budget: what is read soon would come back before long.
+    """Bytes that may stay of the end of each chunk, the chunk with the fewest actions from its F to its last
+    read first, so that kept bytes never pass the budget: what is read soon would come back before long.
 
     Under a V-shaped schedule the last stage's chunks are read at once, and the first stage's wait a round.
     """
@@ -195,7 +194,7 @@ def _left_bytes(lives: Mapping[ChunkKey, Life], sizes: ChunkSizes, num_actions: 
 def summary_bytes(
     chunks_in_forward_order: OrderedChunks, first_backward: ChunkKey, keeps: Keeps
 ) -> dict[str, int]:
-    """What `offload_summary_bytes` counts for each name: the leaving bytes of the forwards up to and
+    """Bytes that `offload_summary_bytes` counts for each name: the leaving bytes of the forwards up to and
     including the first chunk that runs backward, about what a steady schedule has on the host at once."""
     counted = [chunk for chunk, _ in chunks_in_forward_order]
     last = counted.index(first_backward) + 1 if first_backward in counted else len(counted)

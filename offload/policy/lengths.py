@@ -32,7 +32,7 @@ Amounts = Mapping[ChunkKey, float]
 
 
 class Lengths:
-    """Of the last steps."""
+    """Lengths of the last steps."""
 
     def __init__(self) -> None:
         self._steps: deque[Amounts] = deque(maxlen=STEPS)
@@ -46,15 +46,15 @@ class Lengths:
 
     @property
     def vary(self) -> bool:
-        """Whether the next step is expected to be another one than the last. A run that goes on with another
-        step has changed once; one whose steps vary changes again and again."""
+        """Predicate: the next step is expected to be another one than the last. A run that goes on with
+        another step has changed once; one whose steps vary changes again and again."""
         steps = self._steps
         changes = sum(steps[at] != steps[at - 1] for at in range(1, len(steps)))
         return changes > 1 or (changes == 1 and len(steps) == 2)
 
     @property
     def last(self) -> Amounts:
-        """Of the last step; {} before the first."""
+        """Amounts of the last step; {} before the first."""
         return self._steps[-1] if self._steps else {}
 
     def typical(self) -> dict[int, float]:
@@ -66,12 +66,12 @@ class Lengths:
         return {stage: _mean_and_deviation(amounts) for stage, amounts in found.items()}
 
     def may_come_again(self, amounts: Amounts) -> bool:
-        """Whether the last steps ran every stage of a step with these amounts."""
+        """Return True if the last steps ran every stage of a step with these amounts."""
         return {stage for stage, _ in amounts} <= self.typical().keys()
 
     def factors(self, amounts: Amounts) -> dict[ChunkKey, float]:
-        """What makes a step with these amounts, which may come again, the typical one, by chunk; 1 where
-        steps do not vary."""
+        """Factors that make a step with these amounts, which may come again, the typical one, by chunk; 1
+        where steps do not vary."""
         if not self.vary:
             return dict.fromkeys(amounts, 1.0)
         typical = self.typical()
@@ -83,7 +83,7 @@ class Lengths:
         return max((self._longest[stage] / amount for stage, amount in typical.items()), default=1.0)
 
     def drifted(self, planned: Mapping[int, float]) -> bool:
-        """Whether a plan for these typical amounts is too old."""
+        """Return True if a plan for these typical amounts is too old."""
         typical = self.typical()
         return typical.keys() != planned.keys() or any(
             abs(amount - planned[stage]) > _DRIFT * planned[stage] for stage, amount in typical.items()

@@ -80,12 +80,12 @@ class Block:
 
     @property
     def w_bytes(self) -> int:
-        """What the W of a split backward reads of the plain block."""
+        """Bytes of the plain block that the W of a split backward reads."""
         return round(self.menu[0].saved_bytes * self.w_reads)
 
     @property
     def passed_bytes(self) -> int:
-        """Of these, what the I does not read."""
+        """Bytes of these that the I does not read."""
         return min(self.w_bytes, round(self.menu[0].saved_bytes * self.i_passes))
 
     def scaled(self, factor: float) -> Block:
@@ -119,7 +119,7 @@ def group_blocks(sizes: ChunkSizes) -> dict[ChunkKey, list[Block]]:
 
 
 def block_seconds(block: Block, action: Action, life: Life) -> float:
-    """What the plain block computes in this action."""
+    """Seconds that the plain block computes in this action."""
     if action.kind == "F":
         return block.forward_s
     if life.half_read is None:
@@ -131,7 +131,7 @@ def block_seconds(block: Block, action: Action, life: Life) -> float:
 def action_seconds(
     actions: Sequence[Action], blocks: ChunkBlocks, rest_s: Mapping[Action, float]
 ) -> list[float]:
-    """What each action computes with every block plain. rest_s: seconds of an action outside the blocks."""
+    """Seconds of each action with every block plain. rest_s: seconds of an action outside the blocks."""
     lives = lives_of(actions)
     for action in actions:
         if action.chunk not in blocks:

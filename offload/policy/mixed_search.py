@@ -54,7 +54,7 @@ _STEPS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureProblem:
-    """What `choose_mixture` is asked, in one value."""
+    """Arguments of `choose_mixture`, in one value."""
 
     actions: tuple[Action, ...]
     blocks: ChunkBlocks
@@ -133,7 +133,7 @@ class MixedSearch:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing can be better: everything stays, nothing is computed again."""
+        """Predicate: nothing can be better: everything stays, nothing is recomputed."""
         best = self.best
         if best is None or best.score[0] > 0:
             return False
@@ -340,7 +340,7 @@ class MixedSearch:
         return self._here.state
 
     def _leaving(self, state: State) -> tuple[int, ...]:
-        """Of each chunk, how many recomputed blocks leave something for its W."""
+        """Number of recomputed blocks of each chunk that leave something for its W."""
         return tuple(
             num_leaving(own, levels, state.again_room_bytes) if chunk in self._halves else 0
             for chunk, own, levels in zip(self.chunks, self._blocks, state.levels, strict=True)

@@ -30,7 +30,7 @@ _BISECTION_TRIALS = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPlan:
-    """What each block does, and what that is predicted to cost."""
+    """Plan of what each block does, and what that is predicted to cost."""
 
     levels: Mapping[ChunkKey, Levels]
     """For each block the place of its level in its menu."""
@@ -65,17 +65,17 @@ class MixedPlan:
 
     @property
     def keeps(self) -> Keeps:
-        """Of a plan of groups, those that never leave; all others leave as soon as they are made."""
+        """Groups that never leave, of a plan of groups; all others leave as soon as they are made."""
         return tail_keeps({chunk: self._groups_of(chunk) for chunk in self.levels}, self.kept_bytes)
 
     def kept_of(self, chunks: Iterable[ChunkKey]) -> dict[ChunkKey, float]:
-        """What stays of the end of each of these chunks, or of that which it follows."""
+        """Bytes that stay of the end of each of these chunks, or of that which it follows."""
         follows = {chunk: nearest(chunk, self.kept_bytes) for chunk in chunks}
         return {chunk: 0.0 if like is None else self.kept_bytes[like] for chunk, like in follows.items()}
 
     def first_leave_bytes(self, chunk: ChunkKey) -> float | None:
-        """What leaves of the begin of a chunk, or of one that follows its plan; None where its stage is not
-        planned."""
+        """Bytes that leave of the begin of a chunk, or of one that follows its plan; None where its stage is
+        not planned."""
         like = nearest(chunk, self.levels)
         if like is None:
             return None
@@ -258,7 +258,7 @@ def scaled(plan: MixedPlan, factors: Mapping[ChunkKey, float], max_trials: int =
 
 
 def _state_of(plan: MixedPlan, chunks: Sequence[ChunkKey], limit_bytes: int) -> State:
-    """What the plan does, to start from."""
+    """Search state of the plan, to start from."""
     return State(
         tuple(plan.levels[chunk] for chunk in chunks),
         tuple(plan.kept_bytes[chunk] for chunk in chunks),

@@ -54,7 +54,7 @@ class Item(NamedTuple):
 
 
 class Need(NamedTuple):
-    """Of one item by one op.
+    """Need of one item by one op.
 
     nbytes: that come, if it is away. left: that stay on the device behind the need, if it came; more than
         that where it grows as it is used, for which so much more room is needed; None where it is freed.
@@ -254,7 +254,7 @@ class Player:
         self._next_fetch = fetch
 
     def _has_room_to_grow(self, need: Need) -> bool:
-        """Whether what is needed first, and is here or comes, fits beside what one of it grows by."""
+        """Return True if what is needed first, and is here or comes, fits beside what one of it grows by."""
         coming = [(need.nbytes, need.left or 0)]
         for item, place in self._unread.items():
             coming.append((self._here[item], self._needs[place].left or 0))

@@ -34,13 +34,13 @@ class Rule(NamedTuple):
 
     @property
     def num_plain(self) -> int:
-        """Of one chunk of each stage."""
+        """Number of plain blocks of one chunk of each stage."""
         return sum(map(len, self.plain.values()))
 
 
 class Cost(NamedTuple):
-    """Of one kind of block. plain_bytes: that it saves beside its input. input_bytes: of that. again_s: of
-    its recompute, or, where it may not be recomputed, of moving what it saves. given_bytes: of its first
+    """Cost of one kind of block. plain_bytes: that it saves beside its input. input_bytes: of that. again_s:
+    of its recompute, or, where it may not be recomputed, of moving what it saves. given_bytes: of its first
     argument, the measure of its tokens."""
 
     plain_bytes: int

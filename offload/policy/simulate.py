@@ -37,7 +37,7 @@ from offload.policy.play import D2H, H2D, Item, Need, Op, Player
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What one step would take."""
+    """Times and bytes that one step would take."""
 
     step_s: float
     compute_s: float
@@ -181,7 +181,7 @@ class _Step:
             self.ops.append(Op(0.0 if needs else seconds, claims=0, frees=frees))
 
     def _leave(self, items: list[int], nbytes: int) -> None:
-        """Of what was made again so much stays, one more of a chunk's items."""
+        """Keep `nbytes` of what was recomputed on the device, as one more of a chunk's items."""
         if nbytes:
             items.append(len(self.items))
             self.ops.append(Op(0.0, (), (len(self.items),), None, 0, looks=False))

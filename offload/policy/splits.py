@@ -47,7 +47,7 @@ class Loads(NamedTuple):
 
 
 class Split(NamedTuple):
-    """What is on the device. weights: bytes of streamed ones. gradients: whether they stay. state: bytes."""
+    """Bytes on the device. weights: bytes of streamed ones. gradients: whether they stay. state: bytes."""
 
     weights: int
     gradients: bool
@@ -81,7 +81,7 @@ def first_split(loads: Loads, total_bytes: int) -> Split:
 
 
 def step_s(loads: Loads, split: Split, bytes_per_s: tuple[float, float]) -> float:
-    """Of the optimizer's step, what copies take. bytes_per_s: of the link, in and out."""
+    """Seconds that copies take of the optimizer's step. bytes_per_s: of the link, in and out."""
     away = 1.0 - split.weights / loads.weights if loads.weights else 0.0
     both = loads.state - split.state + away * loads.trained_weights
     inward = both + (0 if split.gradients else loads.gradients)

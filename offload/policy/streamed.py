@@ -114,7 +114,7 @@ def best_plans(
     least, most, found = least_window(sizes), max(limits), list[tuple[float, int, Plan]]()
 
     def note(plan: Plan, took: float | None = None) -> bool:
-        """Whether it fits any limit. took: its step, if it was played."""
+        """Note a plan, and return True if it fits any limit. took: its step, if it was played."""
         if (nbytes := plan.device_bytes(sizes)) > most:
             return False
         found.append((played_s(uses, sizes, plan, bytes_per_s) if took is None else took, nbytes, plan))

@@ -44,8 +44,8 @@ _CONTAINERS = "tree_manager_containers"
 
 @dataclass(slots=True)
 class _Tree:
-    """What is known of one device's tree. manager: weak, for a tree that is gone takes its addresses with
-    it."""
+    """Nodes and addresses of one device's tree. manager: weak, for a tree that is gone takes its addresses
+    with it."""
 
     manager: weakref.ref[Any]
     nodes: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
@@ -59,8 +59,8 @@ class ReplayedMemory:
         self._trees: dict[int | None, _Tree] = {}
 
     def holds(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        """Whether `storage`, that of `tensor`, is an output of a graph that has run on the calling thread.
-        For when TREES is imported. Never blocks the host."""
+        """Return True if `storage`, that of `tensor`, is an output of a graph that has run on the calling
+        thread. For when TREES is imported. Never blocks the host."""
         device_index = tensor.device.index
         container = _containers(sys.modules[TREES]).get(device_index)
         if container is None or container.tree_manager is None:
@@ -192,7 +192,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether it is one; there is none before its module is imported, which takes a second."""
+    """Return True for a DTensor; there is none before its module is imported, which takes a second."""
     return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
@@ -226,7 +226,7 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def judge(tensor: torch.Tensor, device: Device, externals: ExternalStorages, min_elements: int) -> Verdict:
-    """Whether a plain tensor that autograd saves may leave. Looks only at metadata; never blocks the host.
+    """Judge if a plain tensor that autograd saves may leave. Looks only at metadata; never blocks the host.
 
     Asked for every saved tensor, so what nearly all are is found out without a further call.
     """
@@ -270,7 +270,7 @@ _dispatch_keys = torch._C._dispatch_keys
 
 
 def _judge_kind(tensor: torch.Tensor) -> Verdict:
-    """Whether its bytes are those of its storage, and will be when it is read; ELIGIBLE if so."""
+    """Judge whether the tensor's bytes are its storage's, and will be when it is read; ELIGIBLE if so."""
     if torch._is_functional_tensor(tensor):
         return Verdict.NO_BYTES
     if not is_plain(tensor):

@@ -32,7 +32,7 @@ from offload.transfer.coming import ComingReads
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Record:
-    """What the handles of one saved storage share.
+    """Bookkeeping that the handles of one saved storage share.
 
     block: its bytes. probe: a tensor without bytes that counts the versions of what was saved first; None
     where the block stays, each of whose handles has an alias of its own. version: at the saves, which are all
@@ -65,7 +65,7 @@ class Record:
 
 
 class Handle:
-    """What autograd's graph keeps instead of a tensor: names a record, and owns no storage unless that record
+    """Stand-in for a tensor in autograd's graph: names a record, and owns no storage unless that record
     stays.
 
     layout and probe: how to rebuild the tensor, and a tensor without bytes that counts its versions (the
@@ -108,7 +108,7 @@ class Passed:
 
 
 def counts_with(probe: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether two tensors count versions together. Views do; `.data` and the parts of `unsafe_chunk` share
+    """Predicate: two tensors count versions together. Views do; `.data` and the parts of `unsafe_chunk` share
     bytes and count alone. Moves the counter for a moment: nothing else tells. A backward that another thread
     runs may see that, and raise (docs/limits.md); a read of the store, under the engine's lock, does not."""
     version = probe._version
@@ -217,7 +217,7 @@ class SavedGroup:
         self.leaves, self.first_kept = True, sys.maxsize
 
     def keeps(self, slot: int) -> bool:
-        """Whether the plan keeps the storage of that slot."""
+        """Return True if the plan keeps the storage of that slot."""
         return slot >= self.first_kept
 
     def living(self) -> Iterator[DeviceBlock]:

@@ -54,7 +54,7 @@ class Scope(Protocol):
 
 
 class LoadedAtRead(Protocol):
-    """What autograd's graph keeps instead of a tensor whose bytes come and go with its owner."""
+    """Stand-in in autograd's graph for a tensor whose bytes come and go with its owner."""
 
     def read(self) -> torch.Tensor: ...
 
@@ -85,8 +85,8 @@ class InstalledScope:
 
 
 def admits_hooks() -> bool:
-    """Whether torch admits saved-tensor hooks here: not inside a transform of torch.func, nor where they are
-    disabled."""
+    """Predicate: torch admits saved-tensor hooks here: not inside a transform of torch.func, nor where they
+    are disabled."""
     is_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     return torch._C._functorch.peek_interpreter_stack() is None and is_enabled
 
@@ -160,7 +160,7 @@ class _InsideUsers:
 
 
 def _may_move(made: Any, tensor: torch.Tensor) -> bool:
-    """Whether it is a tensor with the bytes of the save, or one that alone has its storage."""
+    """Return True if `made` is a tensor with the bytes of the save, or one that alone has its storage."""
     if any(type(part) is not torch.Tensor or part.layout is not torch.strided for part in (made, tensor)):
         return False
     storage = made.untyped_storage()
@@ -262,7 +262,7 @@ class SavedTensorHooks:
             observer.closed(installed.scope)
 
     def sees_saves(self) -> bool:
-        """Whether this pair would be shown what the calling thread saves now."""
+        """Return True if this pair would be shown what the calling thread saves now."""
         top = _top_hooks(True)
         owner = None if top is None else getattr(unwrap(top[0]), "__self__", None)
         return owner is self or type(owner) is _InsideUsers
@@ -297,8 +297,8 @@ class SavedTensorHooks:
 
     # -- the pair --------------------------------------------------------------------------------------------
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What autograd keeps instead of `tensor`. Parameters and small tensors are about half of what it
-        saves; they are recognised here, without a further call."""
+        """Return what autograd keeps instead of `tensor`. Parameters and small tensors are about half of what
+        it saves; they are recognised here, without a further call."""
         if self.streamed and (packed := self._pack_streamed(tensor)) is not None:
             return packed
         if _graph_task() != -1:
@@ -317,7 +317,7 @@ class SavedTensorHooks:
             return self._pack_judged(tensor, scopes, verdict)
 
     def _pack_streamed(self, tensor: torch.Tensor) -> LoadedAtRead | None:
-        """What to keep of a streamed weight, or of a view of one; None for another tensor."""
+        """Return what to keep of a streamed weight, or of a view of one; None for another tensor."""
         try:
             with torch._C.DisableTorchFunctionSubclass():  # its class may be one that watches
                 pack = self.streamed.get(tensor.untyped_storage()._cdata)

@@ -145,7 +145,7 @@ def _beside(sample: MemorySample) -> int:
 
 
 def _thinned(timeline: Timeline, finest: int) -> list[MemorySample]:
-    """Of each stretch of time the sample with most on the device, and the last of all."""
+    """Samples with most on the device, one of each stretch of time, and the last of all."""
     found: dict[int, MemorySample] = {}
     duration_ms = timeline.duration_ms or 1.0
     for sample in timeline.memory:
@@ -232,7 +232,7 @@ def _merged(spans: Sequence[tuple[str, str, str, float, float]], least_ms: float
 
 
 def time_unit(duration_ms: float) -> tuple[float, str]:
-    """What a time in ms is multiplied with, and its unit."""
+    """Factor that a time in ms is multiplied with, and its unit."""
     if duration_ms >= 10_000:
         return 1e-3, "s"
     return (1.0, "ms") if duration_ms >= 1 else (1e3, "µs")

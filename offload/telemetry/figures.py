@@ -76,7 +76,7 @@ class GroupFigures(Summed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindFigures(Summed):
-    """What one kind held and waited for: "activations", "weights", "gradients", "optimizer"."""
+    """Figures of what one kind held and waited for: "activations", "weights", "gradients", "optimizer"."""
 
     device_bytes: int = level()
     """Of saved tensors, the most at once; of others, what they had for their copies when the step ended."""
@@ -188,7 +188,7 @@ class Figures(Summed):
 
     @property
     def stayed(self) -> dict[str, Stayed]:
-        """What can never leave, by reason, of all groups."""
+        """Saves that can never leave, by reason, of all groups."""
         found: dict[str, Stayed] = {}
         for group in self.groups.values():
             found = _by_key(found, group.stayed)
@@ -310,7 +310,7 @@ class Ledger:
             self.step_is_whole()
 
     def step_is_whole(self) -> None:
-        """What has ended since the last end that was not guessed is one step."""
+        """Count as one step what has ended since the last end that was not guessed."""
         parts, self._parts = self._parts, Figures()
         self.kinds = parts.kinds or self.kinds
         if parts.steps > 1:

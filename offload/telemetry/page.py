@@ -51,7 +51,7 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """What is shown.
+    """Contents of the page.
 
     | name | |
     |---|---|
@@ -98,7 +98,7 @@ def write_page(path: str | Path, page: Page) -> None:
 
 
 def _answer(figures: Mapping[str, Any], simulated: bool) -> dict[str, str]:
-    """Of the last step, by the conditions of the report's own advice."""
+    """Answer for the last step, by the conditions of the report's own advice."""
     last, kinds = figures["last_step"], figures["kinds"].values()
     if not last and not kinds:
         return {"state": "unknown", "word": "No step has ended yet."}

@@ -51,7 +51,7 @@ def level() -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class ClientStats(Summed):
-    """What one client of the engine did in a step, such as "groups" or "optim". The copier counts what it
+    """Figures of one client of the engine in a step, such as "groups" or "optim". The copier counts what it
     copied and what was denied; the client says the rest when the step ends."""
 
     out_bytes: int = 0
@@ -100,7 +100,7 @@ class ClientStats(Summed):
 
 @dataclass(slots=True, kw_only=True)
 class TransferCounts(Summed):
-    """What transfer/ counts while a step runs: records (one per distinct storage) and bytes of storage, of
+    """Counts of transfer/ while a step runs: records (one per distinct storage) and bytes of storage, of
     saved tensors. Counts of two clients whose saves a step ended one after the other add up."""
 
     saved: int = 0
@@ -152,7 +152,7 @@ class TransferCounts(Summed):
 
 @dataclass(slots=True, kw_only=True)
 class StepStats(TransferCounts):
-    """What one ended step did on this rank. `clients` and the host's bytes are of more than saved tensors."""
+    """Figures of a rank's ended step. `clients` and the host's bytes are of more than saved tensors."""
 
     step: int
     """Index of the step since the engine was built, or configured anew."""
@@ -217,7 +217,7 @@ class StepStats(TransferCounts):
 
     @property
     def lacked_host(self) -> bool:
-        """Whether records were refused for want of host memory, and not by admission alone."""
+        """Predicate: records were refused for want of host memory, and not by admission alone."""
         return self.refused_bytes > 0 and self.host_bytes_wanted_peak > self.host_bytes_lent_peak
 
     def to_json(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Once(set[tuple[object, ...]]):
     """Things that were said, each of which is said once."""
 
     def first(self, *what: object) -> bool:
-        """Whether `what` is said for the first time, which it is from now on."""
+        """Return True if `what` was not said yet; from now on it is."""
         is_first = what not in self
         self.add(what)
         return is_first

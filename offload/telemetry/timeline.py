@@ -118,7 +118,7 @@ _PID = 10_000_000  # and the rank: above every process of the system, which a pr
 
 
 class Trace:
-    """What was recorded, once its `with` block has ended."""
+    """Recording, to be read once its `with` block has ended."""
 
     def __init__(self) -> None:
         self._timeline: Timeline | None = None

@@ -375,5 +375,5 @@ class DeviceBlock(WeakStorage):
 
 
 def living(blocks: Iterable[DeviceBlock]) -> Iterator[DeviceBlock]:
-    """Those that somebody can still read."""
+    """Blocks that somebody can still read."""
     return (block for block in blocks if not block.is_freed)

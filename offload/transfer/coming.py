@@ -140,7 +140,7 @@ class ComingReads:
         return (fetch, keep, sizes) if sizes else None
 
     def take(self, sizes: Sequence[int]) -> None:
-        """What `look` showed has been dealt with."""
+        """Mark what `look` showed as dealt with."""
         start, self._fetched = self._fetched, self._fetched + len(sizes)
         self._sizes[start : self._fetched] = sizes
         self.ahead_bytes += sum(sizes)
@@ -225,8 +225,8 @@ class Prefetcher:
 
 
 def _read_later(chunks: Sequence[ComingReads], rank: int, touch: int, transfer: Transfer) -> bool:
-    """Whether the bytes of a spill in flight are read later than a block of the chunk at `rank` with this
-    touch."""
+    """Return True if the bytes of a spill in flight are read later than a block of the chunk at `rank` with
+    this touch."""
     block = next(living(transfer.blocks), None)
     if block is None:
         return True  # nobody will read it

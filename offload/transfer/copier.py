@@ -76,7 +76,7 @@ class Admission(Protocol):
     """Grants or denies copies. Called from several threads, as the optimizer's workers copy too."""
 
     def ask(self, nbytes: int, direction: Direction, owner: Owner, priority: Priority) -> Lease | Denied:
-        """Whether `owner` may copy a piece of `nbytes` now. Never blocks the host."""
+        """Decide whether `owner` may copy a piece of `nbytes` now. Never blocks the host."""
 
 
 class _Uncounted:
@@ -221,7 +221,7 @@ class Copier:
         return OwnedCopies(self, self.device, owner)
 
     def take_counts(self) -> dict[str, ClientStats]:
-        """What was counted since the last call, by client."""
+        """Return what was counted since the last call, by client."""
         with self._lock:
             counts, self._counts = self._counts, defaultdict(ClientStats)
         return dict(counts)

@@ -91,13 +91,13 @@ class InFlight:
 
     @property
     def over_limit(self) -> bool:
-        """Whether saved bytes are above the device limit: only what is sent now can bring them below it."""
+        """Predicate: saved bytes exceed the device limit: only what is sent now can bring them below it."""
         limit = self.limits.device_limit_bytes
         return limit is not None and self.device_bytes > limit
 
     def may_keep(self, nbytes: int) -> bool:
-        """Whether so many more bytes may stay for as long as they are saved: beside what stays already,
-        nothing can make room for them later."""
+        """Return True if so many more bytes may stay for as long as they are saved: beside what stays
+        already, nothing can make room for them later."""
         limit = self.limits.kept_limit_bytes
         if limit is None or self.resident_bytes + nbytes <= limit:
             return True
@@ -400,9 +400,9 @@ class InFlight:
 
 
 def _is_reclaimed(block: DeviceBlock, transfer: Transfer) -> bool:
-    """Whether the block was reclaimed from this spill and still has its host block, or its bytes on the disk.
-    Only blocks of chunks whose forward is over are reclaimed, so no later save uses the block, and the host
-    has all its bytes."""
+    """Predicate: the block was reclaimed from this spill and still has its host block, or its bytes on the
+    disk. Only blocks of chunks whose forward is over are reclaimed, so no later save uses the block, and the
+    host has all its bytes."""
     return (
         block.state is BlockState.RESIDENT
         and block.transfer is transfer

@@ -204,7 +204,7 @@ class Limits:
             watcher.on_save(block, nbytes)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether no watcher refuses that so many bytes are fetched ahead now."""
+        """Return True if no watcher refuses that so many bytes are fetched ahead now."""
         return all(watcher.room() >= nbytes for watcher in self._living())
 
     def relieve(self) -> None:

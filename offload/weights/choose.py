@@ -122,7 +122,7 @@ def choose(
 
 
 def _may_be_experts(module: nn.Module, parameter: Tensor) -> bool:
-    """Whether it is some matrices, one after the other, of a module that is none of torch's."""
+    """Predicate: the parameter is some matrices, one after the other, of a module that is none of torch's."""
     if parameter.dim() != 3 or type(module).__module__.startswith("torch.nn"):
         return False
     number, each = parameter.shape[0], parameter.stride(0)

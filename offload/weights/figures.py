@@ -99,7 +99,7 @@ class WeightFigures:
         return {**asdict(self), "resident": {why: list(what) for why, what in self.resident.items()}}
 
     def line(self) -> str:
-        """What streams, in a line for the handle."""
+        """Describe what streams, in a line for the handle."""
         int8 = f" ({bytes_text(self.int8_bytes)} of it as INT8)" if self.int8_bytes else ""
         stays = f", {self.kept_blocks} of them kept on the device" if self.kept_blocks else ""
         rest = sum(nbytes for _, nbytes in self.resident.values())

@@ -19,8 +19,8 @@ from offload.weights.weight import BlockWeights, Holder, Weight, nobody
 
 
 class Gradient(Weight):
-    """Of the parameter that a module has by a name, its owner. It comes and goes alone, so its block has one
-    weight: itself, or none where the parameter has no gradient that is known here.
+    """Gradient of the parameter that a module has by a name, its owner. It comes and goes alone, so its block
+    has one weight: itself, or none where the parameter has no gradient that is known here.
 
     index: of the owner among those whose gradients wait on the host.
     """
@@ -62,7 +62,7 @@ class Gradient(Weight):
 
     @property
     def known(self) -> bool:
-        """Whether there is a gradient whose bytes come and go."""
+        """Predicate: there is a gradient whose bytes come and go."""
         return bool(self.block.weights)
 
     @property
@@ -73,7 +73,7 @@ class Gradient(Weight):
 
     @property
     def is_owners(self) -> bool:
-        """Whether it is the parameter's gradient still, and not what was that before."""
+        """Predicate: it is the parameter's gradient still, and not what was that before."""
         return self.known and (found := self.now) is not None and found is self._tensor()
 
     def take(self, tensor: Tensor, lane: Lane) -> None:
@@ -106,7 +106,7 @@ class GradientHolder(Holder, Protocol):
         """The gradient is on the device, and torch's own, until the next backward has added to it."""
 
     def lend(self, weight: Gradient, returned: Callable[[], None]) -> Tensor:
-        """As Watched."""
+        """Lend the gradient's elements in host memory until `returned` is called (`Watched.lend`)."""
 
     def take_norm(self, weight: Gradient, tensor: Tensor, asked: object) -> Tensor | None:
         """The norm that was taken of the gradient as it left, for the current lane; None where it was not, or
@@ -114,11 +114,11 @@ class GradientHolder(Holder, Protocol):
 
 
 def may_leave(gradient: Tensor, device: Device) -> bool:
-    """Whether a gradient is plain and dense, part of no graph, and on the device."""
+    """Return True if a gradient is plain and dense, part of no graph, and on the device."""
     plain = type(gradient) is Tensor and not (gradient.requires_grad or gradient.is_inference())
     return plain and is_dense(gradient) and device.owns(gradient)
 
 
 def is_whole(gradient: Tensor) -> bool:
-    """Whether its storage has no byte more."""
+    """Return True if the gradient's storage has no byte more."""
     return gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()

@@ -91,7 +91,7 @@ def window_bytes(sizes: Mapping[str, int]) -> int:
 
 
 class GradientStream(Client):
-    """Of one model. names: of parameters, trained or not yet.
+    """Stream of one model's gradients. names: of parameters, trained or not yet.
 
     Raises HostBudgetError where the host has no room; nothing has changed then. Blocks the host while memory
     is pinned.
@@ -279,7 +279,7 @@ class GradientStream(Client):
             self._send_made(None)
 
     def _send_made(self, coming: Gradient | None) -> None:
-        """What is made goes by the piece, but for what is used next; all of it where that is None."""
+        """Send what is made, by the piece, but for what is used next; all of it where that is None."""
         made = [each for each in self._made if each[0] is not coming]
         if coming is not None and sum(gradient.nbytes for gradient, *_ in made) < self._piece_bytes:
             return
@@ -320,7 +320,7 @@ class GradientStream(Client):
         return torch.is_autocast_enabled(self._device.torch_device.type)
 
     def take_norm(self, weight: Gradient, tensor: Tensor, asked: Any) -> Tensor | None:
-        """As GradientHolder. Each is given once, as who gets it may write it."""
+        """Norm of the gradient (`GradientHolder`). Each is given once, as who gets it may write it."""
         with self._lock:
             # a replay would read it of a gradient that was, and autocast widens what some norms are made of
             if self._device.is_capturing() or self._autocasts:
@@ -332,8 +332,8 @@ class GradientStream(Client):
             return found[2] if found is not None and is_known and is_whole else None
 
     def _may_go(self, gradient: Gradient, lane: Lane) -> bool:
-        """Whether the parameter's gradient can go to the host, which follows it from here on. Order: [Order:
-        gradients home]."""
+        """Return True if the parameter's gradient can go to the host, which follows it from here on. Order:
+        [Order: gradients home]."""
         tensor, block = gradient.now, gradient.block
         if gradient.is_owners:
             gradient.dirty |= gradient.parameter._version != gradient.version
@@ -368,7 +368,7 @@ class GradientStream(Client):
         return True
 
     def _go(self, gradients: Iterable[Weight]) -> None:
-        """Those that nobody uses are sent, as one piece, and watched. Order: [Order: weights out]."""
+        """Send those that nobody uses, as one piece, and watch them. Order: [Order: weights out]."""
         free = [each for each in gradients if each.block.weights and not each.block.entered]
         for gradient in free:
             if gradient.dirty:
@@ -416,8 +416,8 @@ class GradientStream(Client):
         self.residency.fetch_ahead(self.order, {*stay, *self._going_indices}, self._is_end, self._piece_bytes)
 
     def _is_end(self, block: BlockWeights) -> bool:
-        """Whether nothing is fetched from this block on: its gradient is about to be made, in the room that
-        there is, or the backward has used it."""
+        """Return True if nothing is fetched from this block on: its gradient is about to be made, in the room
+        that there is, or the backward has used it."""
         return block.index in self._over or not block.weights
 
     def _trim(self, coming_bytes: int = 0) -> None:
@@ -440,7 +440,7 @@ class GradientStream(Client):
                 residency.drop(block)
 
     def leave_device(self) -> None:
-        """As Holder."""
+        """Move everything that nobody uses off the device, until it is used (`Holder`)."""
         with self._lock:
             self.residency.leave()
 
@@ -463,7 +463,7 @@ class GradientStream(Client):
     # -- reads and writes from outside -----------------------------------------------------------------------
     @contextmanager
     def hold(self, weights: Collection[Weight]) -> Iterator[None]:
-        """As Holder."""
+        """Hold the gradients on the device inside, for the current lane (`Holder`)."""
         held: list[Weight] = []
         close, admitted = open_saves(self._engine.hooks)
         try:
@@ -482,26 +482,26 @@ class GradientStream(Client):
                     self._trim()
 
     def wrote(self, weight: Weight) -> None:
-        """As Holder."""
+        """Note that the current lane has written the gradient (`Holder`)."""
         assert isinstance(weight, Gradient)
         weight.dirty, weight.norm = True, None
         self._device.note_write(self._device.compute, weight.on_device)
 
     def set_data(self, weight: Weight, value: Tensor) -> None:
-        """As Holder."""
+        """Release the gradient to torch, and set its `.data` to `value` (`Holder`)."""
         assert isinstance(weight, Gradient)
         tensor = weight.parameter
         self.let_go(weight)
         tensor.data = value
 
     def host_copy(self, weight: Weight) -> Tensor:
-        """As Holder. Blocks the host for a copy that is still to come."""
+        """View of the master on the CPU (`Holder`). Blocks the host for a copy that is still to come."""
         with self._lock:
             self.residency.flush((weight.block,))
             return weight.on_host()
 
     def let_go(self, weight: Gradient) -> None:
-        """As GradientHolder."""
+        """Leave the gradient on the device until the next backward has added to it (`GradientHolder`)."""
         with self._lock:
             if weight.known:
                 self._use(weight, Pass.OUTSIDE)
@@ -513,7 +513,7 @@ class GradientStream(Client):
                 self._forget(weight)
 
     def lend(self, weight: Gradient, returned: Callable[[], None]) -> Tensor:
-        """As GradientHolder. Order: [Order: gradients sent]."""
+        """Lend the gradient's elements in host memory (`GradientHolder`). Order: [Order: gradients sent]."""
         with self._lock:
             self.residency.write_back(weight.block)
             if weight.block.left is not None:
@@ -531,7 +531,7 @@ class GradientStream(Client):
 
     # -- steps, and the end ----------------------------------------------------------------------------------
     def end_step(self) -> ClientStats:
-        """As Client."""
+        """End the step's transfers and return the gradients' figures (`Client.end_step`)."""
         self._settle()
         self._norms, self._has_asked = self._norms if self._has_asked else {}, False
         (came, left, *_), stall_count, stall_ms = self.residency.end_step()

@@ -137,8 +137,8 @@ class _TakesNothing:
 
 
 def open_saves(hooks: SavedTensorHooks) -> tuple[Close, bool]:
-    """What is saved of streamed weights from here on keeps no bytes, until the function that is returned is
-    called. A checkpoint keeps none in its forward, and in its recompute an alias. And whether torch admits
+    """Keep no bytes of streamed weights that are saved from here on, until the returned function is called. A
+    checkpoint keeps none in its forward, and in its recompute an alias. Returns also whether torch admits
     saved-tensor hooks here: the weights have to stay where it does not."""
     if hooks.sees_saves():
         return nobody, True
@@ -151,8 +151,8 @@ def open_saves(hooks: SavedTensorHooks) -> tuple[Close, bool]:
 
 
 def pack(tensor: Tensor, *, weight: Weight, expert: int | None = None) -> _WeightSave | None:
-    """What to keep of a tensor over the weight's storage, or over that of one of its experts; None for one
-    that is not its plain elements."""
+    """Return what to keep of a tensor over the weight's storage, or over that of one of its experts; None for
+    one that is not its plain elements."""
     plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
     return _WeightSave(tensor, weight, expert) if plain else None
 
@@ -172,7 +172,7 @@ class _WeightSave:
         self._version, self._generation = weight.parameter._version, weight.generation
 
     def read(self) -> Tensor:
-        """As autograd unpacks a saved tensor: raises its error where the weight was written since, and
+        """Unpack as autograd unpacks a saved tensor: raises its error where the weight was written since, and
         OffloadError where it was given other memory, whose bytes torch would not have read. Blocks the host:
         never."""
         weight = self._weight
@@ -205,8 +205,8 @@ class _WeightSave:
 
 
 class CopiedSave:
-    """What the graph keeps of a gradient on the host: a copy, because the next backward writes the gradient,
-    and clearing it gives its bytes up."""
+    """Copy that the graph keeps of a gradient on the host, because the next backward writes the gradient, and
+    clearing it gives its bytes up."""
 
     def __init__(self, tensor: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():

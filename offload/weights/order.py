@@ -74,7 +74,7 @@ class Order:
         return True
 
     def step_ends(self) -> None:
-        """What is used from here on is of the next step."""
+        """End the step: what is used from here on is of the next one."""
         if not self._step:
             return
         if len(self._step) < _LONGEST:
@@ -121,7 +121,7 @@ class MeasuredStep:
     bytes_per_s: float
 
     def longest_pass(self, sizes: list[Size]) -> float:
-        """Of the forward and the backward, the larger ratio of what the copies of all blocks take to what
+        """Larger ratio, of the forward's and the backward's, of what the copies of all blocks take to what
         they compute."""
         computes, nbytes = defaultdict[Pass, float](float), defaultdict[Pass, int](int)
         for use, seconds in self.uses:
@@ -176,7 +176,7 @@ class Measured:
             self._samples.append(_Sample(use, before, after))
 
     def on_copy(self, direction: Direction, owner: Owner, nbytes: int, start: Event, end: Event) -> None:
-        """As CopyWatcher."""
+        """Note a copy of a weight to the device (`CopyWatcher`)."""
         if direction is Direction.H2D and owner.client == "weights":
             self._copies.append((nbytes, start, end))
 

@@ -103,7 +103,7 @@ def _version(tensor: Tensor) -> int:
 
 
 class QuantLinearLoRA(QuantLinear):
-    """As QuantLinear, with a trained update beside it: base(x) + scaling * (x A^T) B^T.
+    """QuantLinear with a trained update beside it: base(x) + scaling * (x A^T) B^T.
 
     lora_A: (rank, in_features), and lora_B: (out_features, rank), zeros at first; float32 until the module is
     converted. scaling: alpha / rank.
@@ -121,7 +121,7 @@ class QuantLinearLoRA(QuantLinear):
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """As QuantLinear.forward."""
+        """Return the base's output plus the scaled update (`QuantLinear.forward`)."""
         base = super().forward(x)
         update = F.linear(F.linear(x.to(self.lora_A.dtype), self.lora_A), self.lora_B)
         return base + (update * self.scaling).to(base.dtype)

@@ -127,8 +127,8 @@ class Residency:
         return self.in_bytes, self.out_bytes, self.hits, self.misses
 
     def end_step(self) -> tuple[list[int], int, float]:
-        """What `counted` has counted since the last call; then the number and the ms that `Stalls.end_step`
-        gives."""
+        """Return what `counted` has counted since the last call; then the number and the ms that
+        `Stalls.end_step` gives."""
         self.stalls, count, ms = self.stalls.end_step()
         before, self._ended = self._ended, self.counted
         return [*map(operator.sub, self._ended, before)], count, ms
@@ -250,8 +250,8 @@ class Residency:
         also: Sequence[CopyPair] = (),
         behind: Sequence[Event] = (),
     ) -> None:
-        """Those of the stale weights whose step is issued. behind: what h2d waits for already. Order: [Order:
-        weights home], [Order: weights stepped]."""
+        """Copy in those of the stale weights whose step is issued. behind: what h2d waits for already. Order:
+        [Order: weights home], [Order: weights stepped]."""
         device, coming = self.device, [weight for weight in stale if not weight.is_under_way]
         left = [event for event in dict.fromkeys(block.left for block in blocks) if event is not None]
         for event in left:
@@ -279,8 +279,8 @@ class Residency:
         self.in_bytes += nbytes
 
     def refresh(self, block: BlockWeights, weights: Iterable[Weight]) -> None:
-        """Of a block that is present: these of its weights are stale no more. Their steps are issued. Order:
-        [Order: weights again]."""
+        """Copy in these weights of a block that is present: they are stale no more. Their steps are issued.
+        Order: [Order: weights again]."""
         if stale := [weight for weight in weights if weight.stale]:
             device, nbytes = self.device, sum(weight.nbytes for weight in stale)
             behind = [device.record(lane) for lane in block.readers.values()]
@@ -293,8 +293,8 @@ class Residency:
             self._copy_in((block,), stale, lease, behind=behind)
 
     def stays(self, block: BlockWeights, order: Iterable[int]) -> bool:
-        """Whether the block is on the device, for this lane alone, and is used again before others need its
-        room."""
+        """Return True if the block is on the device, for this lane alone, and is used again before others
+        need its room."""
         if not block.present or [*block.readers] != [id(self.device.compute)]:
             return False
         before = {block.index}
@@ -306,14 +306,14 @@ class Residency:
         return block.keep
 
     def is_far_ahead(self, coming: BlockWeights, *piece: BlockWeights) -> bool:
-        """Whether the limits of weights that are fetched ahead refuse one more. piece: to be fetched with
-        it."""
+        """Return True if the limits of weights that are fetched ahead refuse one more. piece: to be fetched
+        with it."""
         unused = [(each.link_bytes, None) for each in piece]
         here = (each for each in self.blocks if each.present and not each.readers and each is not coming)
         return self.refuses(coming.link_bytes, [*unused, *((each.link_bytes, each.arrived) for each in here)])
 
     def refuses(self, nbytes: int, unused: Iterable[tuple[int, Event | None]]) -> bool:
-        """Whether those limits refuse so many bytes beside unused ones, with the events of their arrival."""
+        """Predicate: the limits refuse so many bytes beside unused ones, with the events of their arrival."""
         limits, poll = self.engine.limits, self.device.poll
         ahead, in_flight = limits.weights_ahead_bytes, limits.weights_in_flight_bytes
         of_kind = limits.kind_ahead_bytes
@@ -353,7 +353,7 @@ class Residency:
         block.readers[id(lane)] = lane
 
     def wait_for(self, lane: Lane, event: Event, order: str) -> None:
-        """As `Stalls.wait`, once for the pieces of one copy."""
+        """Make the lane wait for the event (`Stalls.wait`), once for the pieces of one copy."""
         if self._last_waits.get((id(lane), order)) is not event:
             self._last_waits[id(lane), order] = event
             self.stalls.wait(lane, event, order)
@@ -400,7 +400,7 @@ class Residency:
             bring()
 
     def _drop_others(self, block: BlockWeights, *, kept: bool) -> None:
-        """What was fetched ahead, or, `kept`, what the plan keeps, is worth less than what is needed now."""
+        """Drop what was fetched ahead, or, `kept`, what the plan keeps: what is needed now is worth more."""
         for other in self.blocks:
             if other is not block and other.may_leave and (kept or not other.keep):
                 self.drop(other)

@@ -55,8 +55,8 @@ _TOO_SLOW = 1.2
 
 
 class WeightStream(Client):
-    """Of one model. limit_bytes: of streamed weights on the device at once; None for as few as a pass needs.
-    policy: decides instead; without a limit of bytes.
+    """Stream of one model's weights. limit_bytes: of streamed weights on the device at once; None for as few
+    as a pass needs. policy: decides instead; without a limit of bytes.
 
     Raises ValueError where two blocks do not fit into the limit, HostBudgetError where the host has no room;
     nothing has changed then. Blocks the host while memory is pinned and the weights move.
@@ -120,7 +120,7 @@ class WeightStream(Client):
 
     # -- forwards of blocks ----------------------------------------------------------------------------------
     def enter(self, block: BlockWeights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Close:
-        """As Holder. Blocks the host: as `_used` and `Residency.use` do."""
+        """Begin a use of the block (`BlockHolder`). Blocks the host: as `_used` and `Residency.use` do."""
         with self._lock:
             during = Pass.FORWARD if torch.is_grad_enabled() else Pass.INFERENCE
             self._used(block, during, block.weights)
@@ -136,7 +136,7 @@ class WeightStream(Client):
         return self._open_pair((block,))
 
     def leave(self, block: BlockWeights, close: Close) -> None:
-        """As Holder."""
+        """End a forward or a recompute of the block (`BlockHolder`)."""
         close()
         with self._lock:
             self._released(block)
@@ -151,7 +151,7 @@ class WeightStream(Client):
                 self.residency.drop(block)
 
     def leave_device(self) -> None:
-        """As Holder."""
+        """Move everything that nobody uses off the device, until it is used (`Holder`)."""
         with self._lock, _outside_transforms():
             self.residency.leave()
             for each in self.experts.weights:
@@ -233,7 +233,7 @@ class WeightStream(Client):
                 self._used(weight.block, Pass.BACKWARD, (weight,))
 
     def _open_pair(self, blocks: Collection[BlockWeights]) -> Close:
-        """As `open_saves`; where torch admits no saved-tensor hooks the blocks stay, which is said once."""
+        """Call `open_saves`; where torch admits no saved-tensor hooks the blocks stay, which is said once."""
         close, admitted = open_saves(self._engine.hooks)
         if admitted:
             return close
@@ -251,7 +251,7 @@ class WeightStream(Client):
     # -- reads and writes from outside -----------------------------------------------------------------------
     @contextmanager
     def hold(self, weights: Collection[Weight]) -> Iterator[None]:
-        """As Holder."""
+        """Hold the weights' blocks on the device inside, for the current lane (`Holder`)."""
         self.residency.readers.note()
         blocks: dict[BlockWeights, list[Weight]] = {}
         for weight in weights:
@@ -274,7 +274,7 @@ class WeightStream(Client):
                     self._released(block)
 
     def wrote(self, weight: Weight) -> None:
-        """As Holder. Raises OffloadError for an INT8 weight, which is as before then."""
+        """Note a write (`Holder`). Raises OffloadError for an INT8 weight, which is as before then."""
         weight.version = weight.parameter._version
         if weight.int8:
             with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -286,7 +286,7 @@ class WeightStream(Client):
             weight.experts.forget()
 
     def set_data(self, weight: Weight, value: Tensor) -> None:
-        """As Holder. Raises OffloadError for an INT8 weight, unless it is only converted to another dtype."""
+        """Set `.data`. Raises OffloadError for an INT8 weight, but for a conversion to another dtype."""
         if weight.int8 and value.device == self._device.torch_device:
             with self.hold((weight,)), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 same = torch.equal(weight.parameter.to(value.dtype), value)
@@ -296,7 +296,7 @@ class WeightStream(Client):
             self.parameters.set_data(weight, value)
 
     def host_copy(self, weight: Weight) -> Tensor:
-        """As Holder. Blocks the host for a copy that is still to come."""
+        """View of the master on the CPU (`Holder`). Blocks the host for a copy that is still to come."""
         self.residency.readers.note()
         with self._lock:
             return self.parameters.host_copy(weight)
@@ -310,7 +310,7 @@ class WeightStream(Client):
                 self.host_copy(weight)
 
     def claim(self, weight: Weight) -> Claim:
-        """As Holder. The master has the newest bytes, or will behind the events."""
+        """Claim the weight (`BlockHolder`). The master has the newest bytes, or will behind the events."""
         with self._lock:
             block = weight.block
             self.parameters.take_host_writes(block)
@@ -321,7 +321,7 @@ class WeightStream(Client):
             return Claim(None if weight.stale else weight.on_device, weight.writes, events)
 
     def adopt(self, weight: Weight) -> None:
-        """As Holder."""
+        """Stream the parameter that load_state_dict(assign=True) has put in its place (`BlockHolder`)."""
         with self._lock:
             self.parameters.adopt(weight)
 
@@ -336,7 +336,7 @@ class WeightStream(Client):
 
     # -- steps -----------------------------------------------------------------------------------------------
     def end_step(self) -> ClientStats:
-        """As Client."""
+        """End the step's transfers and return the weights' figures (`Client.end_step`)."""
         (came, left, hits, misses), stall_count, stall_ms = self.residency.end_step()
         figures, experts, readers = self.figures, self.experts, self.residency.readers
         window = experts.window

@@ -176,7 +176,7 @@ class StreamedGradient(StreamedWeight):
 
     @classmethod
     def stay(cls, tensor: Any) -> None:
-        """As Watched; until the next backward has added to it."""
+        """Keep the gradient on the device until the next backward has added to it (`Watched.stay`)."""
         gradient: Any = owner_of(tensor)
         cast(GradientHolder, holder_of(gradient)).let_go(gradient)
 
@@ -316,7 +316,7 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _written_by(func: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[Any]:
-    """What an operator writes, as its schema says: one of torch.library moves no version."""
+    """Arguments that an operator writes, as its schema says: one of torch.library moves no version."""
     if isinstance(func, OpOverloadPacket):
         for name in func.overloads():
             yield from _written_by(getattr(func, name), args, kwargs)

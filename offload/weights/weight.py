@@ -35,12 +35,12 @@ Close = Callable[[], object]
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward."""
+    """Return True if this thread runs a backward."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def written(weight: Weight) -> OffloadError:
-    """What somebody gets who would change the bits of an INT8 weight."""
+    """Error for somebody who would change the bits of an INT8 weight."""
     return OffloadError(
         f"{weight.name} is held as INT8 and cannot be written or trained, because nothing is quantised again "
         f"silently: call dequantize({weight.block.name!r}) on apply's handle first, which makes the weights "
@@ -95,7 +95,7 @@ class BlockHolder(Holder, Protocol):
 
 
 def nobody(*_: object) -> None:
-    """As a weak reference to nothing."""
+    """Return None, as a weak reference to nothing does."""
 
 
 class Weight:
@@ -171,7 +171,7 @@ class Weight:
 
     @property
     def link_bytes(self) -> int:
-        """Of the master, and of each way across the link: a byte an element and 4 a row for INT8."""
+        """Bytes of the master, and of each way across the link: a byte an element and 4 a row for INT8."""
         numel = self.parameter.numel()
         return numel + 4 * (numel // self.parameter.shape[-1]) if self.int8 else self.nbytes
 
@@ -188,7 +188,7 @@ class Weight:
         return flat.view(self.parameter.dtype).as_strided(self.parameter.shape, self.parameter.stride())
 
     def _reader_of_host_copy(self) -> object | None:
-        """What lives as long as somebody else has the host's copy; None where nobody has. Our own is gone."""
+        """Object alive while somebody else has the host's copy; None where nobody has. Our own is gone."""
         self._on_host = None
         return self._array()
 
@@ -229,11 +229,11 @@ class Weight:
         return self.block.device
 
     def is_of(self, parameter: Tensor) -> bool:
-        """As Home."""
+        """Return True if the weight has the parameter's bytes still (`Home.is_of`)."""
         return self.parameter is parameter and self._lent is not None and self.holder() is not None
 
     def begin_step(self, stepper: Stepper, index: int) -> Claim:
-        """As Home."""
+        """Claim the parameter for a step (`Home.begin_step`)."""
         holder, (before, at) = self.holder(), self._stepped_by
         assert holder is not None  # `is_of` has looked
         if before() is not stepper or at != index:
@@ -247,17 +247,17 @@ class Weight:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a step has claimed it, and is not issued."""
+        """Predicate: a step has claimed the weight, and is not issued."""
         stepper, index = self._stepped_by[0](), self._stepped_by[1]
         return stepper is not None and stepper.is_under_way(index)
 
     def await_step(self) -> None:
-        """As Stepper.await_weights."""
+        """Order the current lane after the weight's step (`Stepper.await_weights`)."""
         if (stepper := self._stepped_by[0]()) is not None:
             stepper.await_weights((self._stepped_by[1],))
 
     def ends_of_step(self) -> list[Event]:
-        """As Stepper.ends_of."""
+        """Events behind all that the weight's step reads and writes (`Stepper.ends_of`)."""
         stepper = self._stepped_by[0]()
         return [] if stepper is None else stepper.ends_of(self._stepped_by[1])
 
@@ -267,7 +267,7 @@ class Weight:
         self._aliases.append(weakref.ref(alias))
 
     def aliases(self) -> list[Tensor]:
-        """Those that have not been given other memory since, and left to whoever has them."""
+        """Aliases that have not been given other memory since, and left to whoever has them."""
         found = [alias for known in self._aliases if (alias := known()) is not None]
         return [alias for alias in found if vars(alias).get(HOME, nobody)() is self]
 
@@ -278,7 +278,7 @@ class Weight:
 
     @property
     def is_held_elsewhere(self) -> bool:
-        """Whether somebody has an unwatched alias: a save of autograd that no hook saw, or a recompute's."""
+        """Predicate: there is an unwatched alias: a save of autograd that no hook saw, or a recompute's."""
         known = 2 + len(self.tensors)  # `storage` and `on_device`
         # a numpy array of a CPU tensor makes its storage one that cannot be resized
         return bool(use_count(self.storage._cdata) > known) or not self.storage.resizable()
@@ -311,7 +311,7 @@ class Weight:
             return self._on_host.detach().as_subclass(HostValue)
 
     def take_host_writes(self) -> bool:
-        """Whether somebody has written the host's copy since this was asked last. Raises OffloadError where
+        """Return True if somebody has written the host's copy since the last call. Raises OffloadError where
         it was an old one, and the device's bytes are the weight's then; and where it is of an INT8 weight."""
         if self.int8:
             for known, version in self._copies.data.copy().items():
@@ -332,12 +332,12 @@ class Weight:
 
     @property
     def is_read_on_host(self) -> bool:
-        """Whether the host's copy was given out."""
+        """Predicate: the host's copy was given out."""
         return self._on_host is not None
 
     @property
     def is_old_to_readers(self) -> bool:
-        """Whether somebody has the host's copy, and it is an old one."""
+        """Predicate: somebody has the host's copy, and that is an old one."""
         given = self._on_host
         return (self.dirty or self._host_is_old) and given is not None and not is_alone(given)
 
@@ -458,8 +458,8 @@ class BlockWeights:
 
     @property
     def may_leave(self) -> bool:
-        """Whether nobody uses it, no step either, and nobody has an alias that would be read without a
-        load."""
+        """Predicate: nobody uses the block, no step either, and nobody has an alias that would be read
+        without a load."""
         unused = self.present and not (self.entered or self.pinned)
         return unused and not any(
             w.is_held_elsewhere or (w.stepped_here and w.is_under_way) for w in self.weights

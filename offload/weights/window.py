@@ -279,7 +279,7 @@ class Window:
         return [experts[start : start + size] for start in range(0, len(experts), size)]
 
     def _keep(self, weight: Streamed, experts: Sequence[int], matrices: Tensor) -> None:
-        """Those of a slot that shall stay are copied to the weight's buffer, in the place of one that shall
+        """Copy a slot's experts that shall stay to the weight's buffer, in the place of one that shall
         not."""
         kept, device = weight.kept, self._device
         coming = [expert for expert in experts if expert in weight.favoured and expert not in kept]

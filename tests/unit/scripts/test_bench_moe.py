@@ -153,7 +153,7 @@ def test_what_was_asked_is_reached_or_not_by_the_rows_of_the_run() -> None:
     ("arguments", "said"),
     [
         (["--work", "layer,dense"], "unknown works dense; known are layer, window,"),
-        (["--rows", "groups,trl"], "unknown rows trl; known are all, auto,"),
+        (["--rows", "groups,peft"], "unknown rows peft; known are all, auto,"),
         (["--kept", "0"], "--kept is 0.0; it is a share, above 0 and at most 1"),
         (["--samples", "0"], "--samples is 0; it must be at least 1"),
         (["--config", "missing.toml"], "missing.toml: [Errno 2]"),
