@@ -93,7 +93,7 @@ def test_the_examples_of_the_readme_run_and_the_first_keeps_its_total(
     mode "auto", which once raised in its second step without scipy."""
     code, out, errors = ran[README.name]
     assert code == 0, out + errors
-    assert "8 steps since apply" in out
+    assert "30 steps since apply" in out
     assert "auto: the plan is settled" in out
 
 
