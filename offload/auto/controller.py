@@ -392,7 +392,7 @@ class Auto(Client):
                 ladder.refuse()
                 ladder.has_no_room = memory.total is not None
                 if ladder.has_no_room:
-                    memory.no_room()
+                    memory.no_room(of_any_rank=bool(calls.peers))
                 return False
             ladder.trace = trace
             if not calls.peers:  # which have other room

@@ -240,17 +240,18 @@ class AutoMemory:
             self._limited = False
             self.share.bound("device_limit_bytes", None)
 
-    def no_room(self) -> None:
+    def no_room(self, *, of_any_rank: bool = False) -> None:
         """The total is less than a step takes that recomputes every block that may be: that is done. It is an
-        error of the next forward, once."""
+        error of the next forward, once. of_any_rank: of those that decide together, so all raise."""
         assert self.total is not None
         self.is_measured, self.has_no_room = False, True
         least_bytes, total_bytes = self.total.least_peak_bytes, self.total.total_bytes
-        if least_bytes > total_bytes and self._said.first("no room"):
+        if (least_bytes > total_bytes or of_any_rank) and self._said.first("no room"):
+            takes = bytes_text(least_bytes) if least_bytes > total_bytes else "more on another rank"
             self.refusal = DeviceTotalError(
-                f"device_total is {bytes_text(total_bytes)}, and a step takes {bytes_text(least_bytes)} with "
-                "every block recomputed and its input on the host, which is what is done now: nothing is "
-                "chosen. Give more than that, or fewer tokens a forward"
+                f"device_total is {bytes_text(total_bytes)}, and a step takes {takes} with every "
+                "block recomputed and its input on the host, which is what is done now: nothing is chosen. "
+                "Give more than that, or fewer tokens a forward"
             )
 
     def check_rest(self, least_bytes: int) -> None:

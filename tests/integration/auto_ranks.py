@@ -22,6 +22,7 @@ import offload
 from offload import OffloadConfig, PipelineOffloadManager, configure
 from offload.auto import calls as block_calls
 from offload.auto import plan as auto_plan
+from offload.errors import DeviceTotalError
 from offload.policy.actions import Rates
 from offload.policy.menu import Block
 from offload.policy.mixture import MixedPlan
@@ -153,10 +154,10 @@ def _spread(spread: str, rank: int, mesh: DeviceMesh, *, alone: bool = False) ->
 
 def _by_rule(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
     """On a device with an allocator, where all fits on the first rank and not on the others. The weights are
-    those that a run of which all fits ends with."""
+    those that a run of which all fits ends with. At last nothing fits on the others."""
     found: dict[str, Any] = {}
     total_bytes = 1_000_000_000
-    for case in ("all fits", "rule"):
+    for case in ("all fits", "rule", "nothing fits"):
         device = AllocatedDevice()
         manager = PipelineOffloadManager.OFFLOAD_MGR = build_manager(device=device, piece_bytes=512)
         manager.engine.rates = SLOW_LINK
@@ -165,6 +166,13 @@ def _by_rule(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
                 model = SPREAD[TENSOR_PARALLEL](build(), mesh)
                 handle = offload.apply(model, "auto", min_numel=1, device_total=f"{total_bytes}B")
                 assert handle._auto is not None
+                if case == "nothing fits":
+                    try:
+                        train(model, 0, steps=STEPS, keeps=False)
+                    except DeviceTotalError as error:
+                        found["refused"] = str(error)
+                    handle.remove()
+                    break
                 weights = train(model, 0, steps=STEPS, keeps=False)
                 ladder = handle._auto.ladder
                 assert ladder is not None
@@ -176,6 +184,9 @@ def _by_rule(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
             rules = (ladder.rule, Rule(moves=False))
             most_bytes, least_bytes = (peak_bytes(ladder.trace, ladder.costs, rule) for rule in rules)
             plain, total_bytes = weights, round((least_bytes + most_bytes) / 2) if rank else total_bytes
+        elif rank:
+            assert ladder.trace is not None
+            total_bytes = round(0.97 * peak_bytes(ladder.trace, ladder.costs, Rule(moves=True)))
         found[case] = ladder.rule.num_plain
     return found | {"state": ladder.state.name, "bitwise": same(weights, plain)}
 

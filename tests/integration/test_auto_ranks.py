@@ -6,6 +6,7 @@ Two gloo ranks run all cases, once; each test looks at one thing that they repor
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -76,8 +77,13 @@ def test_ranks_that_communicate_in_a_block_and_do_not_agree_go_wrong(two_ranks: 
 def test_ranks_that_communicate_run_as_many_blocks_plain_as_fit_the_fullest_of_them(
     two_ranks: list[dict[str, Any]],
 ) -> None:
-    first, second = (rank["by rule"] for rank in two_ranks)
+    first, second = (dict(rank["by rule"]) for rank in two_ranks)
+    refused = first.pop("refused"), second.pop("refused")
     assert first == second
+    assert "a step takes more on another rank with every block recomputed" in refused[0], (
+        "both raise, or one waits"
+    )
+    assert re.search(r"a step takes [\d.]+ kB with every block recomputed", refused[1])
     assert 0 < first["rule"] < first["all fits"], (first, second)
     assert first["bitwise"]
 
