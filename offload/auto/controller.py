@@ -108,6 +108,7 @@ class Auto(Client):
         self._clock = _Clock()
         self._offers = 0  # ends at which ranks had no plan
         self.rests = Rests()
+        self._unmeasured = 0  # steps with a forward, one after the other, until a rule is known
         self._asks_rest = False  # the next forward: whether what is there between steps is within the total
         self.kinds: Kinds | None = None  # None where all but activations stays where it is
 
@@ -239,6 +240,8 @@ class Auto(Client):
         if self.ladder is not None:
             if has_run and (agrees or not self.calls.peers):
                 self._climb(manager, self.ladder, peak_bytes, seconds_before)
+                if self.ladder.state is not State.MEASURE:
+                    self._unmeasured = 0
         elif agrees:
             self._ranks.agree_on_plan(manager)
         elif has_run and not self.calls.peers:
@@ -250,6 +253,11 @@ class Auto(Client):
     def _look_at_step(self, manager: GroupsManager, stats: StepStats) -> bool:
         """Learn from the step that ended. Returns whether it was a whole one with a backward."""
         seen, ran, plan = manager.last_step, self.calls.take_ran(), self.plan
+        is_alone = self.ladder is not None and not self.calls.peers  # others agree when all are there
+        if is_alone and any(ran.values()) and not manager.end_was_guessed:
+            self._unmeasured += 1
+            if self._unmeasured == _PATIENCE:
+                self._say_no_plan(manager)
         if seen is None or not seen.backward_order or not any(ran.values()) or self._is_part(manager):
             return False
         self._input_bytes = sum(call.input_bytes for calls in ran.values() for call in calls)
@@ -496,14 +504,20 @@ class Auto(Client):
 
     def _say_no_plan(self, manager: GroupsManager) -> None:
         timed = manager.last_step is not None and manager.last_step.seconds is not None
-        logger.warning(
-            "mode='auto' has no plan after %d steps, and recomputes every block: %s",
-            self.plan.num_steps,
-            "no two steps were alike; mode='selective' and mode='hidden_states' need no plan"
-            if timed
-            else "its forwards and backwards are not timed, as where chunks are marked by hand; leave "
-            "init_chunk_handler() out, or use mode='hidden_states'",
-        )
+        if self.ladder is not None:
+            why = (
+                "no step could be measured, as where blocks run inside reentrant checkpoints, or an "
+                "optimizer steps between the backwards of one forward; mode='hidden_states' measures nothing"
+            )
+        elif timed:
+            why = "no two steps were alike; mode='selective' and mode='hidden_states' need no plan"
+        else:
+            why = (
+                "its forwards and backwards are not timed, as where chunks are marked by hand; leave "
+                "init_chunk_handler() out, or use mode='hidden_states'"
+            )
+        steps = self.plan.num_steps if self.ladder is None else self._unmeasured
+        logger.warning(f"mode='auto' has no plan after {steps} steps, and recomputes every block: {why}")
 
 
 def _pins(of: Callable[[], OffloadEngine | None], by: Callable[[], Ladder | None], nbytes: int) -> bool:

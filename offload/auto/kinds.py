@@ -308,7 +308,8 @@ class Kinds:
             if not self._asked and weights is not None and ladder.costs and weights.measured_s is not None:
                 weights.measure_anew()  # under the rule: what was measured recomputed every block
                 self._asked = True
-            self._take_planned()
+            if weights is None or (self._asked and weights.measured_s is not None):
+                self._take_planned()
             splits = self._shared(ladder)
             if (splits is None or len(took) < _STEPS) and self._waited < _PATIENCE:
                 return

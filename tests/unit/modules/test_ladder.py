@@ -536,6 +536,31 @@ def test_a_peak_that_the_loop_resets_behind_its_backward_is_known(
     assert max(peaks) <= 1.01 * int(total[:-1])
 
 
+def test_steps_that_cannot_be_measured_are_one_warning(
+    allocated: Callable[..., AllocatedRun], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The head's optimizer steps before the backward of the blocks, so no step has both."""
+    run = allocated(BLOCKS, device_total="1GB")
+    model = run.model
+    head, body = (
+        torch.optim.SGD(weights, lr=0.1) for weights in (model.head.parameters(), model.layers.parameters())
+    )
+    for number in range(24):
+        torch.manual_seed(number)
+        hidden = model.embed(torch.randn(ROWS, WIDTH))
+        for block in model.layers:
+            hidden = block(hidden)
+        carried = hidden.detach().requires_grad_()
+        model.head(carried).square().mean().backward()
+        head.step()
+        hidden.backward(carried.grad)
+        body.step()
+        model.zero_grad()
+    said = [text for text in caplog.messages if "has no plan after" in text]
+    assert len(said) == (run.ladder.state is State.MEASURE)
+    assert run.ladder.state is State.MEASURE
+
+
 def test_a_handle_that_is_removed_while_hooks_rest_leaves_no_hook_of_optimizers(
     allocated: Callable[..., AllocatedRun],
 ) -> None:
