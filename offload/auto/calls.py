@@ -195,7 +195,7 @@ class BlockCalls:
                 called.level = 0
             return unplanned
         if self.levels is None and self.rule_for is not None:
-            return self._by_rule(self.rule_for, engine.device, chunk, called, len(ran) - 1)
+            return self._by_rule(self.rule_for, engine, chunk, called, len(ran) - 1)
         profile = self._profile_for(kind, input_bytes / self._input_bytes[kind])
         level = last = len(profile.menu) - 1
         if self.levels is not None:
@@ -246,7 +246,7 @@ class BlockCalls:
     def _by_rule(
         self,
         rule_for: Callable[[float], Rule],
-        device: Device,
+        engine: OffloadEngine,
         chunk: ChunkId,
         called: Called,
         place: int,
@@ -259,7 +259,7 @@ class BlockCalls:
             self._rules[chunk] = rule_for(called.input_bytes / first_bytes)
         rule, profile, looks = self._rules[chunk], self.profiles[kind], self.looks
         is_plain = rule.is_plain(chunk, place)
-        look = None
+        look, device = None, engine.device
         if looks is not None:
 
             def look() -> Look:
@@ -275,6 +275,8 @@ class BlockCalls:
 
         def before_again() -> Callable[[], None]:
             assert looks is not None
+            with engine.lock:  # so that what is made again is not taken for what the engine does not count
+                engine.transfers.claim(profile.menu[-1].made_again_bytes)
             begun = Look(device)
             looks.setdefault(kind, KindLooks()).again.append(begun)
 

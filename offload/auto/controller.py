@@ -441,7 +441,7 @@ class Auto(Client):
                 if self._offers == _PATIENCE:
                     ladder.no_plan()
             return
-        if found is False:
+        if not found or not found.fits:
             plan.follow_none()
             ladder.no_plan()
             return
