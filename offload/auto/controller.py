@@ -434,7 +434,9 @@ class Auto(Client):
             elif self._offers == _PATIENCE:
                 ladder.no_plan()
             return
-        found, rule_s = plan.ready(manager), ladder.seconds()
+        rule_s = ladder.seconds()
+        most_new_bytes = _MOST_PIECES * _pinned_in(rule_s or 0.0)
+        found = None if rule_s is None else plan.ready(manager, most_new_bytes)
         if found is None or rule_s is None:
             if not plan.is_searched:
                 self._offers += 1
@@ -447,7 +449,7 @@ class Auto(Client):
             return
         engine, held_bytes = manager.engine, manager.engine.arena.held_bytes
         is_slower = self.total_bytes is not None and found.predicted_step_s >= _WORTH_A_TRIAL * rule_s
-        has_host = plan.has_host(engine, found, _MOST_PIECES * _pinned_in(rule_s))
+        has_host = plan.has_host(engine, found, most_new_bytes)
         if has_host and not is_slower:
             if plan.pin(engine, found, _pinned_in(rule_s)):
                 plan.make_if_wanted(manager)

@@ -27,8 +27,9 @@ from offload.telemetry.speaker import speaker
 
 logger = speaker(__name__)
 
-_FIRST_AIM, _AIM = 0.99, 0.998
-"""Of the total: before a step under a rule was measured, and since."""
+_FIRST_AIM, _AIM, _MOVED_AIM = 0.99, 0.998, 0.97
+"""Of the total: before a step under a way was measured, and since; and before the first step in which other
+kinds have another part. One H200, a 7 B shape with LoRA: 1.011 of 6 GB by 0.99, and 1.001 of 12 by 0.998."""
 
 _LOOKS = 3
 """Steps in which the rule is corrected upwards."""
@@ -37,8 +38,9 @@ _TURNS = (True, True, False, True, False)
 """Steps of a candidate and of the way that is followed. The candidate's first one, which allocates, does not
 count."""
 
-_HOPELESS = 1.15, 1.02
-"""Of the way that is followed: a plan is given up at once of which a step takes longer, or every step."""
+_HOPELESS = 1.02
+"""Of the way that is followed: a plan is given up of which two steps, one after the other, take longer. One
+alone may have given cached memory back to the device, and taken it anew."""
 
 _MOST_PLAN_STEPS = 14
 """Under plans, until the last one is judged."""
@@ -230,7 +232,7 @@ class Ladder:
         self.tried, self._queue, self._rivals, self._rival = {}, [], [0, 1, 2], None
         self._has_tried_plan, self._before, self._waited = False, None, 0
         self._offset = max(0.0, self._offset)
-        aim = self.total_bytes * _FIRST_AIM - self._offset
+        aim = self.total_bytes * _MOVED_AIM - self._offset
         moves, by_kind = _WAYS[self._at]
         self.rule = fitting(self.trace, self.costs, aim, moves=moves, by_kind=by_kind)
 
@@ -265,9 +267,12 @@ class Ladder:
                 elif is_over:  # more microbatches, or fewer blocks: what of it is longer is not known
                     said = peak_bytes(trace, self.costs, self.rule)
                     self._least_offset = self._offset = max(self._offset, step.peak_bytes - said)
-            aim = self.total_bytes * (_AIM if measured else _FIRST_AIM) - self._offset
+            aims = (_AIM if measured and at == self._at else _FIRST_AIM for at in range(len(_WAYS)))
             fits = tuple(
-                fitting(trace, self.costs, aim, moves=moves, by_kind=by_kind) for moves, by_kind in _WAYS
+                fitting(
+                    trace, self.costs, aim * self.total_bytes - self._offset, moves=moves, by_kind=by_kind
+                )
+                for aim, (moves, by_kind) in zip(aims, _WAYS, strict=True)
             )
         stays = trace is None or not trace.moves or not fits
         may_move, has_host = True, False
@@ -419,11 +424,13 @@ class Ladder:
         self._plan_steps += 1
         tried, rule_s = self.tried.get("plan"), self.seconds(name_of(self.rule)) or inf
         known = [] if tried is None else tried.seconds[1:]  # in the first step the groups are new
-        one, each = (share * rule_s for share in _HOPELESS)
-        if any(seconds > one for seconds in known) or (len(known) > 1 and min(known) > each):
+        is_over = self._plan_steps >= _MOST_PLAN_STEPS
+        if (facts.plan_is_final or is_over) and self._wins("plan", name_of(self.rule)):
+            self._end_plan(follows=True)
+        elif is_over or (
+            len(known) > 1 and min(known[-2:]) >= (1.0 if facts.plan_is_final else _HOPELESS) * rule_s
+        ):
             self._end_plan(follows=False)
-        elif self._plan_steps >= _MOST_PLAN_STEPS or (facts.plan_is_final and len(known) > 1):
-            self._end_plan(follows=self._wins("plan", name_of(self.rule)))
 
     def _end_plan(self, *, follows: bool) -> None:
         self._has_tried_plan, self.follows_plan, self.state = True, follows, State.SETTLED

@@ -65,6 +65,10 @@ copies once 11 GB were left for saved tensors; the step took 3005 ms, and 2589 b
 _MORE_PLANS = 2
 """Of one shape of step, for the room that there came to be under the plan before."""
 
+_HOST_ROOM = 1.2
+"""Of what is on the host at once by a plan, what is pinned for it: blocks of one size do not serve another
+(on an H200 W1 within 17 GB held 1.12 times what was lent), and the groups' search may move a little more."""
+
 Calculation = Callable[[Callable[[], object]], MixedPlan]
 """A search, which calls what it is given between its parts."""
 
@@ -97,6 +101,7 @@ class AutoPlan:
         self._shape: object = ()
         self._shape_before: object = None
         self._lengths: Mapping[int, float] = {}  # that the plan is for, by stage
+        self._host_limit_bytes: int | None = None  # of plans that are searched for
 
     def step_ended(self, manager: GroupsManager, ran: Mapping[ChunkKey, Sequence[Ran]]) -> None:
         """A step with a backward has ended. A shape that comes twice in a row is planned for, and so are
@@ -193,19 +198,23 @@ class AutoPlan:
             self.plans_left = max(self.plans_left, 1)
         return fits
 
-    def ready(self, manager: GroupsManager) -> MixedPlan | Literal[False] | None:
+    def ready(self, manager: GroupsManager, most_new_bytes: int) -> MixedPlan | Literal[False] | None:
         """Result of the search, not followed yet; False where the total leaves no choice, None where it is
-        not known yet. Begins a search where none is under way. Blocks the host as `make_if_wanted` does, but
-        for what `follow` does."""
+        not known yet. Begins a search where none is under way, for a plan that needs at most so many pinned
+        bytes more than are held. Blocks the host as `make_if_wanted` does, but for what `follow` does."""
         search = self._search
         if search is None:
             work = self.recent.step() if self._memory.is_known else None
             if work is None:
                 return None
-            choose = self._choice(manager.engine, work, patience=1)
+            engine = manager.engine
+            if engine.device.pins:
+                free_bytes = self._most_host_bytes(engine, most_new_bytes) - engine.arena.lent_bytes
+                self._host_limit_bytes = max(0, round(free_bytes / _HOST_ROOM))
+            choose = self._choice(engine, work, patience=1)
             if choose is None:
                 return False
-            found = Beside(choose, waits=not manager.engine.device.pins)
+            found = Beside(choose, waits=not engine.device.pins)
             search = self._search = _Search(found, self._shape, self.recent.lengths.typical())
         return search.plan.result() if search.plan.is_over else None
 
@@ -248,7 +257,9 @@ class AutoPlan:
         limit_bytes = self._memory.limit_bytes
         if limit_bytes is None:
             return None
-        return _timed(partial(choose_mixture, *step, limit_bytes, patience=patience), work)
+        host_bytes = self._host_limit_bytes
+        choose = partial(choose_mixture, *step, limit_bytes, host_limit_bytes=host_bytes, patience=patience)
+        return _timed(choose, work)
 
     def count_plan(self) -> None:
         """One of the plans of this shape of step is made, here or on another rank."""
@@ -318,27 +329,32 @@ class AutoPlan:
 
     def pin(self, engine: OffloadEngine, plan: MixedPlan, most_bytes: int) -> bool:
         """Pin what may wait on the host under the plan, as `pin_free`."""
-        return pin_free(engine, _host_bytes(plan), most_bytes)
+        return pin_free(engine, self._host_bytes(plan), most_bytes)
 
     def has_host(self, engine: OffloadEngine, plan: MixedPlan, most_new_bytes: int) -> bool:
         """Return True if the host's budget holds what may wait there under the plan, and no more than
         `most_new_bytes` are still to be pinned: what finds no memory would stay on the device."""
-        arena, wanted_bytes = engine.arena, _host_bytes(plan) + engine.arena.lent_bytes
-        if not engine.device.pins:
-            return True
-        return wanted_bytes <= min(arena.budget.limit_bytes, arena.held_bytes + most_new_bytes)
+        wanted_bytes = self._host_bytes(plan) + engine.arena.lent_bytes
+        return not engine.device.pins or wanted_bytes <= self._most_host_bytes(engine, most_new_bytes)
 
+    @staticmethod
+    def _most_host_bytes(engine: OffloadEngine, most_new_bytes: int) -> int:
+        return min(engine.arena.budget.limit_bytes, engine.arena.held_bytes + most_new_bytes)
 
-def _host_bytes(plan: MixedPlan) -> int:
-    """Bytes of what each block saves at its level, the most at once."""
-    sizes = {
-        chunk: [
-            GroupSize("", block.menu[level].saved_bytes)
-            for block, level in zip(blocks, plan.levels[chunk], strict=True)
-        ]
-        for chunk, blocks in plan.problem.blocks.items()
-    }
-    return kept_peak_bytes(plan.problem.actions, sizes, all_of(sizes))
+    def _host_bytes(self, plan: MixedPlan) -> int:
+        """Bytes that may wait on the host at once: all that blocks save at their levels, and less where the
+        steps that come keep what the plan does."""
+        sizes = {
+            chunk: [
+                GroupSize("", block.menu[level].saved_bytes)
+                for block, level in zip(blocks, plan.levels[chunk], strict=True)
+            ]
+            for chunk, blocks in plan.problem.blocks.items()
+        }
+        all_bytes = kept_peak_bytes(plan.problem.actions, sizes, all_of(sizes))
+        if self.recent.lengths.vary or not plan.fits:
+            return all_bytes
+        return min(all_bytes, round(_HOST_ROOM * plan.predicted.host_peak_bytes))
 
 
 def measure_link(engine: OffloadEngine) -> None:

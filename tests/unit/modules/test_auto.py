@@ -456,7 +456,7 @@ def test_a_host_without_room_for_a_plan_does_not_end_the_training(
     manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = manager.engine
-    engine.rates = SLOW_LINK
+    engine.rates = Rates(d2h_bytes_per_s=1e12, h2d_bytes_per_s=1e12)
     asked: list[int] = []
 
     def reserve_host(nbytes: int, *, measure: bool = True) -> None:

@@ -158,9 +158,24 @@ def test_a_plan_is_followed_only_where_its_steps_are_faster_than_those_of_the_ru
     assert (world.run() == "plan") == (last == "plan")
     assert world.ladder.state is State.SETTLED
     tried = world.ways.count("plan")
-    if plan_s > 1.0:
-        most = 3 if plan_s > 1.15 else 4
-        assert tried == most, "given up once its second step, or that and the third, are known to be slower"
+    if plan_s >= 1.0:
+        assert tried == 4, "given up once its second and third step are known to be slower"
+
+
+def test_a_step_that_takes_long_once_does_not_end_a_plan_that_is_faster() -> None:
+    """It may have given cached memory back to the device, and taken it anew."""
+    world, times = World(), iter([1.3, 0.9, 1.5, 0.9, 1.2] + [0.9] * 40)
+    seconds = world.seconds
+    world.plan_s = 0.9
+    world.run(3)
+    while not world.ladder.follows_plan:
+        world.step()
+    for _ in range(12):
+        world.plan_s = next(times)
+        world.step()
+    assert world.ladder.state is State.SETTLED
+    assert world.ladder.follows_plan
+    assert seconds is world.seconds
 
 
 def test_a_plan_that_passes_the_total_says_nothing_of_the_rule() -> None:
@@ -433,7 +448,7 @@ def test_a_step_with_fewer_microbatches_rests_as_it_was_measured(
     with pytest.raises(DeviceTotalError):  # of two microbatches none fits
         run.steps(1, rows=(ROWS, ROWS))
     run.steps(2, rows=(ROWS, ROWS))
-    run.steps(16)
+    run.steps(18)
     assert run.handle is not None
     assert run.handle._auto is not None
     calls, rule = run.handle._auto.calls, run.ladder.rule
@@ -473,15 +488,15 @@ def test_a_plan_is_tried_only_where_the_host_holds_what_it_moves(
 ) -> None:
     """23.4 kB, over a fast link. What finds no memory there stays on the device, and passes the total."""
     plain_bytes, weights = plain_run(allocated, 16)
-    run = allocated(BLOCKS, rate=100 * RATE, device_total=halfway(allocated, plain_bytes))
+    total = halfway(allocated, plain_bytes)
+    run = allocated(BLOCKS, rate=100 * RATE, device_total=total)
     manager = PipelineOffloadManager.OFFLOAD_MGR
     assert manager is not None
     monkeypatch.setattr(manager.engine.arena.budget, "limit_bytes", limit_bytes)
     run.steps(16)
     assert run.handle is not None
-    is_held = limit_bytes > 20_000
-    assert run.ladder.follows_plan == is_held
-    assert ("the host has no memory for it" in str(run.handle.explain())) != is_held
+    assert run.ladder.follows_plan == (limit_bytes > 20_000)
+    assert max(run.peaks) <= int(total[:-1])
     assert run.ladder.state is State.SETTLED
     assert all(map(torch.equal, run.weights(), weights))
 
