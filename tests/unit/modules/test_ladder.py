@@ -203,6 +203,19 @@ def test_without_a_total_a_plan_that_is_hardly_slower_is_followed() -> None:
     assert world.run() == "plan"
 
 
+def test_the_first_step_of_another_split_leaves_what_weights_may_pass_their_share_by() -> None:
+    world = World(1_400)
+    world.run(6)
+    ladder = world.ladder
+    before = ladder.rule.num_plain
+    ladder.begin_again(0, 0)
+    assert ladder.rule.num_plain == before
+    ladder.begin_again(0, 150)
+    assert 0 < ladder.rule.num_plain < before
+    world.run(6)
+    assert ladder.rule.num_plain == before, "once that was seen to take no more"
+
+
 def test_noise_between_steps_changes_nothing() -> None:
     world, times = World(1_200), iter([1.0, 1.1, 0.95, 1.05] * 20)
     world.seconds = lambda name: next(times) - (0.04 if "0, 1" in name else 0.0)
