@@ -124,17 +124,17 @@ class BlockCalls:
     manager: asked at each forward.
 
     profiles: that are followed, by kind of block. levels: of the blocks of each chunk under the plan; None
-    where there is none. rule_for: without levels, the rule of a forward of so many times as many tokens as
-    the traced one had; None before one was measured. trace: of the step under way, if it is measured. looks:
-    by kind, None where nothing is to be looked at. resting: of blocks without hooks, by stage and place,
-    name, kind and bytes of the input. names: of the blocks that ran last, by chunk.
+    where there is none. rule_for: without levels, the rule of a chunk's forward of so many times as many
+    tokens as the traced one had; None before one was measured. trace: of the step under way, if it is
+    measured. looks: by kind, None where nothing is to be looked at. resting: of blocks without hooks, by
+    stage and place, name, kind and bytes of the input. names: of the blocks that ran last, by chunk.
     peers: ranks that blocks communicate with.
     """
 
     def __init__(self, manager: Callable[[], GroupsManager]) -> None:
         self.profiles: dict[Kind, BlockProfile] = {}
         self.levels: Mapping[ChunkKey, tuple[int, ...]] | None = None
-        self.rule_for: Callable[[float], Rule] | None = None
+        self.rule_for: Callable[[float, ChunkKey], Rule] | None = None
         self.trace: Trace | None = None
         self.looks: dict[Kind, KindLooks] | None = None
         self.resting: dict[int, dict[int, tuple[str, Any, int]]] = {}
@@ -245,7 +245,7 @@ class BlockCalls:
 
     def _by_rule(
         self,
-        rule_for: Callable[[float], Rule],
+        rule_for: Callable[[float, ChunkKey], Rule],
         engine: OffloadEngine,
         chunk: ChunkId,
         called: Called,
@@ -256,7 +256,7 @@ class BlockCalls:
         kind, at = called.kind, (chunk, place)
         if chunk not in self._rules:
             first_bytes = self._first_bytes.setdefault(chunk.stage, called.input_bytes)
-            self._rules[chunk] = rule_for(called.input_bytes / first_bytes)
+            self._rules[chunk] = rule_for(called.input_bytes / first_bytes, chunk)
         rule, profile, looks = self._rules[chunk], self.profiles[kind], self.looks
         is_plain = rule.is_plain(chunk, place)
         look, device = None, engine.device

@@ -103,11 +103,12 @@ class Auto(Client):
         self.ladder: Ladder | None = None  # None where a device measures nothing
         self._measured = 0  # steps, of those that the rule is made from
         self._input_bytes = 0  # of the blocks of the last step
+        self._begin_bytes = 0  # active before the first block of the last step that was measured
         self._shape: object = ()  # that the ladder is for
         self._shape_before: object = None
         self._clock = _Clock()
         self._offers = 0  # ends at which ranks had no plan
-        self.rests = Rests()
+        self.rests = Rests(self.calls.resting.clear)
         self._unmeasured = 0  # steps with a forward, one after the other, until a rule is known
         self._asks_rest = False  # the next forward: whether what is there between steps is within the total
         self.kinds: Kinds | None = None  # None where all but activations stays where it is
@@ -131,7 +132,7 @@ class Auto(Client):
                 self.plan.end()
                 self.memory.share.end()
                 self._measured, self._clock = 0, _Clock()
-                self._wake()
+                self.rests.wake()
             # after the groups: their step has ended before this one
             self._engine = weakref.ref(engine)
             engine.attach(self)
@@ -202,7 +203,6 @@ class Auto(Client):
         if self.kinds is not None and not self.models:
             self.kinds.end()
         self.rests.drop(root)
-        self.calls.resting.clear()
         engine = self._attached()
         if not self.models and engine is not None:
             engine.detach(self)
@@ -290,7 +290,7 @@ class Auto(Client):
         if ladder is not None and (is_other or (ladder.has_no_room and not self.memory.has_no_room)):
             plan.follow_none()
             self._measured = 0
-            self._wake()
+            self.rests.wake()
             self.ladder = self._new_ladder(manager.engine)
         return True
 
@@ -327,22 +327,35 @@ class Auto(Client):
             self._offer_plan(manager, ladder)
         if ladder.state is not State.SETTLED or ladder.follows_plan:
             self.memory.is_measured |= ladder.state is not State.SETTLED
-            self._wake()
+            self.rests.wake()
         elif not self.rests.any:
             self.memory.is_measured = False
-            self._rest(ladder)
+            self._rest(engine, ladder)
 
-    def _rule_for(self, factor: float) -> Rule:
+    def _rule_for(self, factor: float, chunk: ChunkKey) -> Rule:
         """Rule of a forward that begins."""
         ladder = self.ladder
         if ladder is None:
             return Rule()
-        rule = ladder.rule if self.calls.peers else ladder.rule_for(factor)  # which others run, too
+        if self.calls.peers:  # others run it, too
+            return ladder.rule
+        rule = ladder.rule_for(factor, self._more_bytes(ladder, chunk))
         if rule is not ladder.rule:
-            self._wake()
+            self.rests.wake()
         return rule
 
-    def _rest(self, ladder: Ladder) -> None:
+    def _more_bytes(self, ladder: Ladder, chunk: ChunkKey) -> int:
+        """Bytes on the device before a forward, less those before the first one of the steps that were
+        measured. 0 for a chunk that had others before it in these, too."""
+        engine, chunks = self._attached(), () if ladder.trace is None else list(ladder.trace.kinds)
+        if engine is None or chunk in chunks[1:]:
+            return 0
+        active_bytes = engine.device.active_bytes()
+        if self.memory.is_measured and chunk in chunks:
+            self._begin_bytes = active_bytes
+        return active_bytes - self._begin_bytes if self._begin_bytes else 0
+
+    def _rest(self, engine: OffloadEngine, ladder: Ladder) -> None:
         """Blocks that run plain, under the rule that is settled, lose their hooks."""
         calls, trace = self.calls, ladder.trace
         assert trace is not None
@@ -355,17 +368,16 @@ class Auto(Client):
                 is_plain = ladder.rule.is_plain(chunk, place)
                 (plain if is_plain else others).setdefault(chunk[0], set()).add(name)
         alone = {stage: frozenset(names - others.get(stage, set())) for stage, names in plain.items()}
-        resting = self.rests.rest(alone, all_fits=ladder.keeps_all and self.total_bytes is not None)
+        most_bytes: float | None = None  # before a forward, of a model that has no other hook
+        if ladder.keeps_all and self.total_bytes is not None:
+            most_bytes = self._begin_bytes + ladder.free_bytes()
+        resting = self.rests.rest(alone, most_bytes, engine.device.active_bytes)
         for chunk, names in ran.items():
             calls.resting[chunk[0]] = {
                 place: (name, kind, ladder.costs[kind].given_bytes)
                 for place, (name, kind) in enumerate(zip(names, trace.kinds[chunk], strict=False))
                 if name in resting
             }
-
-    def _wake(self) -> None:
-        self.rests.wake()
-        self.calls.resting.clear()
 
     def _measure(self, engine: OffloadEngine, ladder: Ladder, *, is_over: bool) -> bool:
         """Begin the next of the steps that the rule is made from; True once all have run. is_over: the one

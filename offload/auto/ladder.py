@@ -95,7 +95,7 @@ class Facts(NamedTuple):
     """Facts that one rank reports of a step. seconds_before: None where that step had other lengths than the
     measured one, too. fits: the rules that fit it: the last blocks plain, the best of each kind, and these
     while inputs leave. stay_fit: inputs may stay. may_move: the link has the time for those that leave.
-    has_host: and the host the memory."""
+    has_host: and the host the memory. is_shorter: than the measured one, so it says less of the rule."""
 
     seconds_before: float | None
     is_over: bool
@@ -105,6 +105,7 @@ class Facts(NamedTuple):
     stay_fit: bool = True
     may_move: bool = True
     has_host: bool = False
+    is_shorter: bool = False
 
     @staticmethod
     def common(told: Sequence[Facts]) -> Facts:
@@ -125,6 +126,7 @@ class Facts(NamedTuple):
             all(facts.stay_fit for facts in told),
             all(facts.may_move for facts in told),
             all(facts.has_host for facts in told),
+            any(facts.is_shorter for facts in told),
         )
 
 
@@ -158,7 +160,7 @@ class Ladder:
         self.pins: Callable[[int], bool] = lambda nbytes: True
         self.tried: dict[str, Tried] = {}
         self._offset = 0.0  # of peaks, measured less what is calculated
-        self._least_offset = -inf  # by steps unlike the measured one, that passed the total
+        self._least_offset = -inf  # by steps that passed the total
         self._looks = 0
         self._queue: list[Rule] = []
         self._at = 0  # of `_WAYS`, that is followed
@@ -213,15 +215,25 @@ class Ladder:
         tried = self.tried.get(self._name if name is None else name)
         return median(tried.seconds[-3:]) if tried is not None and tried.seconds else None
 
-    def rule_for(self, factor: float) -> Rule:
-        """The rule of a forward with `factor` times as many tokens as the measured ones had."""
+    def rule_for(self, factor: float, more_bytes: int = 0) -> Rule:
+        """The rule of a forward with `factor` times as many tokens as the measured ones had, before which so
+        many bytes more are on the device than before those."""
         trace, rule = self.trace, self.rule
-        if trace is None or not self.costs or rule.only is not None or not rule.num_plain:
+        is_least = not rule.num_plain and rule.moves
+        if trace is None or not self.costs or rule.only is not None or is_least:
             return rule
+        if (factor <= 1.0 and more_bytes <= 0) or more_bytes <= self.free_bytes(factor):
+            return rule
+        aim = self.total_bytes * _AIM - max(0.0, self._offset) * factor - more_bytes
+        rule = fitting(trace, self.costs, aim, moves=rule.moves, factor=factor)
+        is_over = not rule.num_plain and peak_bytes(trace, self.costs, rule, factor) > aim
+        return rule._replace(moves=True) if is_over else rule  # the last resort is that inputs leave
+
+    def free_bytes(self, factor: float = 1.0) -> float:
+        """Bytes that a step under the rule leaves of the total; below 0 where it passes it."""
+        assert self.trace is not None
         aim = self.total_bytes * _AIM - max(0.0, self._offset) * factor
-        if factor <= 1.0 or peak_bytes(trace, self.costs, rule, factor) <= aim:
-            return rule
-        return fitting(trace, self.costs, aim, moves=rule.moves, factor=factor)
+        return aim - peak_bytes(self.trace, self.costs, self.rule, factor)
 
     def begin_again(self, more_bytes: int, first_bytes: int) -> None:
         """From the next step on other kinds take so many bytes more, or fewer: the rule is another one, and
@@ -263,6 +275,8 @@ class Ladder:
                 factor = step.input_bytes / max(1, trace.input_bytes)
                 if abs(factor - 1.0) <= _ALIKE:
                     said = peak_bytes(trace, self.costs, self.rule_for(factor), factor)
+                    if is_over and self._looks:  # once more: what fewer plain blocks take tells no more
+                        self._least_offset = max(self._least_offset, step.peak_bytes - said)
                     self._offset = max(self._least_offset, step.peak_bytes - said)
                 elif is_over:  # more microbatches, or fewer blocks: what of it is longer is not known
                     said = peak_bytes(trace, self.costs, self.rule)
@@ -291,6 +305,7 @@ class Ladder:
             stays or self._takes(Rule(moves=False)) <= _FIRST_AIM * self.total_bytes,
             may_move,
             has_host,
+            trace is not None and step.input_bytes < (1.0 - _ALIKE) * trace.input_bytes,
         )
 
     @property
@@ -378,7 +393,7 @@ class Ladder:
         if facts.is_over or (self._looks < _LOOKS and rule.num_plain != self.rule.num_plain):
             self.rule = rule
             return
-        if self.waits:
+        if self.waits or (self.keeps_all and facts.is_shorter):
             return
         self.state = State.SETTLED if self.keeps_all and self.is_asked else State.TRYING
         self._try(facts)

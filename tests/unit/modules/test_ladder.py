@@ -531,6 +531,41 @@ def test_more_and_fewer_microbatches_than_were_measured_keep_the_total(
     assert max(peaks) <= 1.01 * 110_000
 
 
+def test_where_all_of_one_microbatch_fits_two_of_them_alive_keep_the_total_too(
+    allocated: Callable[..., AllocatedRun],
+) -> None:
+    """No block had a hook, so both ran plain, in each such step."""
+    one_bytes, _ = plain_run(allocated, 3)
+    two_bytes, _ = plain_run(allocated, 3, rows=(ROWS, ROWS))
+    total = (one_bytes + two_bytes) // 2
+    rows: list[tuple[int, ...]] = [(ROWS,)] * 8 + [(ROWS, ROWS), (ROWS,)] * 3
+    run = allocated(BLOCKS, device_total=f"{total}B")
+    for number, each in enumerate(rows):
+        run.steps(1, rows=each, seed=number)
+        if number >= 7:
+            assert run.ladder.keeps_all
+            assert run.num_hooks == run.own_hooks + 1
+    assert one_bytes < max(run.peaks) <= total
+    weights = run.weights()
+    plain = allocated(BLOCKS)
+    for number, each in enumerate(rows):
+        plain.steps(1, rows=each, seed=number)
+    assert all(map(torch.equal, plain.weights(), weights))
+
+
+def test_all_fits_where_a_step_of_the_measured_length_has_shown_it() -> None:
+    """A shorter one did, and from then on nobody looked."""
+    world = World(1_400)
+    world.run(1)
+    world.step(input_bytes=400)
+    world.step(input_bytes=400)
+    assert world.ladder.keeps_all
+    assert world.ladder.state is State.RULE
+    world.extra_bytes = 400
+    world.step()
+    assert not world.ladder.keeps_all
+
+
 def test_a_loop_that_catches_the_refusal_trains_on_where_weights_may_move(
     allocated: Callable[..., AllocatedRun],
 ) -> None:
