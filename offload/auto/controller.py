@@ -513,6 +513,9 @@ class Auto(Client):
             limit_bytes=None if engine is None else engine.limits.device_limit_bytes,
             plan=plan.followed,
             moved_bytes=self._manager().stats.spill_bytes if self.models else None,
+            step_s=self.ladder.seconds("plan")
+            if self.ladder is not None and plan.followed is not None
+            else None,
             kinds=() if self.kinds is None else tuple(self.kinds.shares(self.ladder)),
         )
 

@@ -23,6 +23,8 @@ _MORE = 0.1
 """Of the total: how much larger the budget is of which the gain is told."""
 _MORE_TRIALS = 100
 """Of it: from the plan on these find as much as all of a search from the start."""
+_AS_PLANNED = 1.05
+"""Of the planned step: one that takes more waits for what no plan counts, as launches."""
 _NOTHING = (
     "No block saves a tensor that may leave: each is smaller than min_numel, a parameter, or has to stay. So "
     "no recompute was considered, whatever they take of the total. A smaller min_numel lets them leave."
@@ -86,6 +88,7 @@ class Explanation:
     limit_bytes  of it, what saved tensors and recomputes may take
     plan         None before it was made
     moved_bytes  what the last step moved to the host, whatever was planned; None where that is not known
+    step_s       that steps under the plan took; None where that was not measured
     kinds        weights, gradients, optimizer's state and activations under the one total; () where all but
                  activations stays
     mode         that this is of; one that chooses nothing has a state alone
@@ -102,6 +105,7 @@ class Explanation:
     limit_bytes: int | None = None
     plan: MixedPlan | None = None
     moved_bytes: int | None = None
+    step_s: float | None = None
     kinds: tuple[KindShare, ...] = ()
 
     def kinds_text(self) -> str:
@@ -206,6 +210,10 @@ class Explanation:
             f"{planned_ms / plain_ms:.3f} of it, of which {plan.predicted.recompute_s * 1e3:.1f} ms "
             f"recompute and {plan.predicted.stall_s * 1e3:.1f} ms stall for copies.",
         ]
+        if self.step_s is not None:
+            is_planned = self.step_s <= _AS_PLANNED * plan.predicted_step_s
+            why = "" if is_planned else ", launch-bound: the host takes longer than the device was seen to"
+            lines.append(f"Its steps took {self.step_s * 1e3:.1f} ms{why}.")
         if self.total_bytes is not None and self.rest_bytes is not None and self.limit_bytes is not None:
             unseen = "" if self.rest_bytes else " (only a GPU shows them)"
             lines.append(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -510,6 +511,11 @@ def test_a_plan_is_tried_only_where_the_host_holds_what_it_moves(
     assert run.handle is not None
     assert run.ladder.follows_plan == (limit_bytes > 20_000)
     assert max(run.peaks) <= int(total[:-1])
+    explained = run.handle.explain()
+    if explained.plan is not None:
+        assert f"Its steps took {run.seconds[-1] * 1e3:.1f} ms." in str(explained)
+        slower = replace(explained, step_s=1.06 * explained.plan.predicted_step_s)
+        assert "launch-bound" in str(slower)
     assert run.ladder.state is State.SETTLED
     assert all(map(torch.equal, run.weights(), weights))
 
