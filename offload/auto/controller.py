@@ -24,6 +24,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import Any
 
 from torch import nn
@@ -346,9 +347,9 @@ class Auto(Client):
 
     def _more_bytes(self, ladder: Ladder, chunk: ChunkKey) -> int:
         """Bytes on the device before a forward, less those before the first one of the steps that were
-        measured. 0 for a chunk that had others before it in these, too."""
+        measured. 0 for a chunk that had others before it in these, too, and where weights come and go."""
         engine, chunks = self._attached(), () if ladder.trace is None else list(ladder.trace.kinds)
-        if engine is None or chunk in chunks[1:]:
+        if engine is None or self.kinds is not None or chunk in chunks[1:]:
             return 0
         active_bytes = engine.device.active_bytes()
         if self.memory.is_measured and chunk in chunks:
@@ -370,7 +371,7 @@ class Auto(Client):
         alone = {stage: frozenset(names - others.get(stage, set())) for stage, names in plain.items()}
         most_bytes: float | None = None  # before a forward, of a model that has no other hook
         if ladder.keeps_all and self.total_bytes is not None:
-            most_bytes = self._begin_bytes + ladder.free_bytes()
+            most_bytes = self._begin_bytes + ladder.free_bytes() if self._begin_bytes else inf
         resting = self.rests.rest(alone, most_bytes, engine.device.active_bytes)
         for chunk, names in ran.items():
             calls.resting[chunk[0]] = {
