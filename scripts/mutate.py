@@ -5,6 +5,7 @@
     python scripts/mutate.py offload/transfer offload/saved --count 50 --tests tests/unit tests/property
     python scripts/mutate.py offload/memory --count 20 --seed 1 --start 12     # goes on with the 13th
     python scripts/mutate.py offload/policy --count 5 --list
+    python scripts/mutate.py offload/policy --tests tests/unit/policy --count 60 --matrix policy.json
 
 A fault is one of these: a negated condition or comparison, a shifted bound, `and` for `or`, an integer off by
 one, a call or a keyword argument left out (waits, releases and counts are such calls), a lock that is not
@@ -21,6 +22,13 @@ most --allow survived; 1: more did; 2: the tests fail without any fault.
 
 Each survivor wants a look: a test is missing, a line is needed by nobody, or nothing that can be seen changes
 (one poll more, a limit at the very byte).
+
+--matrix FILE runs all tests of a fault to the end and writes which of them kill it, as JSON; a FILE that is
+there is added to. A test is a function, with all its parameters. At the end it prints those that are
+*dominated*: without all of them the others still kill each fault of FILE that any test kills, and each row of
+docs/requirements.md has a proof as before. The faults are a sample: a dominated test may hold what none of
+them touches, so each is read before it goes. If a fault hangs or ends the process, tests that had not begun
+count as passed.
 """
 
 from __future__ import annotations
@@ -38,12 +46,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+
+from requirements_table import read_marks
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHER_BOUND: dict[type[ast.cmpop], str] = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
@@ -56,7 +67,7 @@ OPPOSITE: dict[type[ast.cmpop], str] = {
     ast.NotIn: "in",
 }
 NO_LOCK = "__import__('contextlib').nullcontext()"
-PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no")
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mutate", "--tb=no")
 SPOKEN = ("logger.", "warnings.", "print(")
 """How calls begin that only say something."""
 
@@ -89,6 +100,11 @@ class Result(NamedTuple):
     survived: bool
     said: str
     """The test that failed and pytest's last line, or that the time limit passed."""
+    diff: str
+    shown: Sequence[str]
+    """The tests that call its function."""
+    failed: Sequence[str] = ()
+    """Those of them that kill it: in a matrix all, else none."""
 
 
 def faults_in(path: str, source: bytes) -> list[Fault]:
@@ -226,9 +242,40 @@ def _function(code: CodeType, tree: str) -> str:
     return f"{code.co_filename.removeprefix(tree)}:{code.co_qualname.partition('.<locals>')[0]}"
 
 
+class FailedTests:
+    """pytest's plugin in a run for a matrix: a line for each test that begins, and for each that fails."""
+
+    def __init__(self, found: str) -> None:
+        self._found = Path(found)
+
+    def _note(self, what: str, nodeid: str) -> None:
+        with self._found.open("a") as file:
+            file.write(f"{what} {nodeid}\n")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._note("begins", nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self._note("fails", report.nodeid)
+
+    @staticmethod
+    def read(found: Path, status: int | None, shown: Sequence[str]) -> list[str]:
+        """The tests that fail; all that are shown if none could begin."""
+        if status == 0:
+            return []
+        noted = [line.split(" ", 1) for line in found.read_text().splitlines()] if found.exists() else []
+        failed = {test for what, test in noted if what == "fails"}
+        if noted and status != 1:  # the process ended, or was ended, in a test
+            failed.add(noted[-1][1])
+        return sorted(failed) if noted else list(shown)
+
+
 def pytest_configure(config: Any) -> None:
     if found := os.environ.get("MUTATE_CALLS"):
         config.pluginmanager.register(CallsByTest(os.getcwd(), found))
+    if found := os.environ.get("MUTATE_FAILED"):
+        config.pluginmanager.register(FailedTests(found))
 
 
 def function_of(fault: Fault, source: bytes) -> str | None:
@@ -264,7 +311,7 @@ class Trees:
         """The functions that each test calls. Raises RuntimeError if the tests fail."""
         tree = self.free.get()
         found = tree.with_suffix(".json")
-        command = [sys.executable, *PYTEST, "-p", "mutate", *tests]
+        command = [sys.executable, *PYTEST, "-x", *tests]
         status, said = _ended(command, tree, None, MUTATE_CALLS=str(found))
         if status != 0:
             raise RuntimeError(f"without any fault pytest {' '.join(tests)} ends with {status}: {said}")
@@ -272,14 +319,21 @@ class Trees:
         calls: dict[str, list[str]] = json.loads(found.read_text())
         return calls
 
-    def run(self, fault: Fault, tests: Sequence[str], limit_s: float) -> tuple[int | None, str]:
-        """pytest's exit status, None where the time limit passed, and what it said last."""
+    def run(
+        self, fault: Fault, tests: Sequence[str], limit_s: float, failed: Path | None = None
+    ) -> tuple[int | None, str]:
+        """pytest's exit status, None where the time limit passed, and what it said last.
+
+        failed: where `FailedTests` notes; with None the first failure ends the run.
+        """
         tree = self.free.get()
         file = tree / fault.path
         source, times = file.read_bytes(), (file.stat().st_atime, file.stat().st_mtime)
         try:
             file.write_bytes(fault.planted(source))
-            return _ended([sys.executable, *PYTEST, *tests], tree, limit_s)
+            if failed is None:
+                return _ended([sys.executable, *PYTEST, "-x", *tests], tree, limit_s)
+            return _ended([sys.executable, *PYTEST, *tests], tree, limit_s, MUTATE_FAILED=str(failed))
         finally:
             file.write_bytes(source)
             os.utime(file, times)
@@ -310,29 +364,114 @@ def _ended(
 
 
 def tried(
-    faults: Sequence[Fault], tests: Sequence[str], *, root: Path = ROOT, jobs: int = 1, limit_s: float = 600
+    faults: Sequence[Fault],
+    tests: Sequence[str],
+    *,
+    root: Path = ROOT,
+    jobs: int = 1,
+    limit_s: float = 600,
+    to_the_end: bool = False,
 ) -> Iterator[Result]:
-    """What becomes of each fault, as soon as it is known.
+    """What becomes of each fault, as soon as it is known. to_the_end: of all its tests, for a matrix.
 
     Raises RuntimeError if the tests fail without a fault, which is tried first.
     """
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder, ThreadPoolExecutor(jobs) as pool:
         trees = Trees(root, Path(folder), jobs)
-
+        # as they are now: somebody may edit them meanwhile
+        sources = {fault.path: (root / fault.path).read_bytes() for fault in faults}
         calls = trees.calls(tests)
 
-        def outcome(fault: Fault) -> Result:
-            function = function_of(fault, (root / fault.path).read_bytes())
-            calling = selected_tests(function, calls)
-            status, said = trees.run(fault, calling, limit_s) if calling else (0, "no test calls it")
-            return Result(fault, status == 0, said)
+        def outcome(number: int, fault: Fault) -> Result:
+            shown = selected_tests(function_of(fault, sources[fault.path]), calls)
+            noted = Path(folder) / f"{number}.failed" if to_the_end else None
+            status, said = trees.run(fault, shown, limit_s, noted) if shown else (0, "no test calls it")
+            failed = FailedTests.read(noted, status, shown) if noted else []
+            return Result(fault, status == 0, said, fault.diff(sources[fault.path]), shown, failed)
 
-        pending = [pool.submit(outcome, fault) for fault in faults]
+        pending = [pool.submit(outcome, *numbered) for numbered in enumerate(faults)]
         try:
             for ended in as_completed(pending):
                 yield ended.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def dominated(holders: Mapping[str, Iterable[str]], lines: Mapping[str, int]) -> list[str]:
+    """The tests of `lines`, code lines a test, without which all is still held. The longest comes first.
+
+    holders: the tests that hold a thing, here that kill a fault or prove a row. Who holds the fewest things a
+    line goes first.
+    """
+    held = [set(tests) for tests in holders.values()]
+    num_held = Counter(test for tests in held for test in tests)
+    spare = []
+    for test in sorted(lines, key=lambda test: (num_held[test] / lines[test], test)):
+        mine = [tests for tests in held if test in tests]
+        if all(len(tests) > 1 for tests in mine):
+            spare.append(test)
+            for tests in mine:
+                tests.remove(test)
+    return sorted(spare, key=lambda test: (-lines[test], test))
+
+
+def code_lines(test: str, root: Path = ROOT) -> int:
+    """Lines of a test's function, its decorators among them, without docstring, comments and blank lines."""
+    path, *_, name = test.split("::")
+    text = (root / path).read_text()
+    node = next(one for one in ast.walk(ast.parse(text)) if getattr(one, "name", None) == name)
+    first = min(one.lineno for one in (node, *node.decorator_list))
+    own = dict(enumerate(text.splitlines()[first - 1 : node.end_lineno], first))
+    if ast.get_docstring(node) is not None:
+        own = {line: own[line] for line in own if not node.body[0].lineno <= line <= node.body[0].end_lineno}
+    return sum(line.strip() != "" and not line.strip().startswith("#") for line in own.values())
+
+
+def into_matrix(results: Iterable[Result], file: Path, root: Path = ROOT) -> Iterator[Result]:
+    """The same results. Each is added to the file; the tests that are dominated are printed at the end."""
+    faults = json.loads(file.read_text())["faults"] if file.exists() else {}
+    for result in results:
+        fault = result.fault
+        faults[f"{fault.path}:{fault.line}: {fault.kind}: {fault.start} {fault.text}"] = {
+            what: sorted({test.partition("[")[0] for test in tests})
+            for what, tests in (("shown", result.shown), ("failed", result.failed))
+        }
+        file.write_text(json.dumps({"faults": faults, "tests": _kills(faults)}, indent=1))
+        yield result
+    kills = _kills(faults)
+    lines = {test: code_lines(test, root) for test in kills}
+    holders = {name: one["failed"] for name, one in faults.items()}
+    paths = {test.rpartition("::")[2]: test for test in kills}
+    for row, proofs in read_marks(root / "tests").items():
+        holders[row] = [paths.get(proof.test, proof.test) for proof in proofs]
+    spare = dominated(holders, lines)
+    for test in spare:
+        shown = sum(test in one["shown"] for one in faults.values())
+        print(f"dominated {test}: {lines[test]} lines, kills {len(kills[test])} of {shown} shown")
+    print(f"{len(spare)} of {len(kills)} tests are dominated: {sum(lines[test] for test in spare)} lines")
+
+
+def _kills(faults: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
+    """The faults that each test kills, of all tests that any is shown to."""
+    tests = sorted({test for one in faults.values() for test in one["shown"]})
+    return {test: [name for name, one in faults.items() if test in one["failed"]] for test in tests}
+
+
+def told(results: Iterable[Result], allowed: int = 0) -> int:
+    """Print each result as soon as it is known, then how many there were. Returns the exit status."""
+    survived = []
+    try:
+        for result in results:
+            survived.append(result.survived)
+            fault, what = result.fault, "SURVIVED" if result.survived else "killed"
+            print(f"{what} {fault.path}:{fault.line}: {fault.kind} ({result.said})", flush=True)
+            if result.survived:
+                print(result.diff, flush=True)
+    except (RuntimeError, ValueError) as error:
+        print(error)
+        return 2
+    print(f"{len(survived)} faults: {len(survived) - sum(survived)} killed, {sum(survived)} survived")
+    return int(sum(survived) > allowed)
 
 
 def main() -> int:
@@ -355,28 +494,17 @@ def main() -> int:
     )
     parser.add_argument("--allow", type=int, default=0, metavar="N", help="survivors that are no failure")
     parser.add_argument("--start", type=int, default=0, metavar="N", help="pass over the first N of them")
+    parser.add_argument("--matrix", type=Path, metavar="FILE", help="write which test kills which fault")
     parser.add_argument("--list", action="store_true", help="show the faults and run nothing")
     given = parser.parse_args()
     faults = planted(ROOT, given.folders, given.count, given.seed)[given.start :]
-    # of the source as it is now: somebody may edit it meanwhile
-    diffs = {fault: fault.diff((ROOT / fault.path).read_bytes()) for fault in faults}
     if given.list:
         for fault in faults:
-            print(f"{fault.path}:{fault.line}: {fault.kind}\n{diffs[fault]}")
+            print(f"{fault.path}:{fault.line}: {fault.kind}\n{fault.diff((ROOT / fault.path).read_bytes())}")
         return 0
-    survivors = 0
-    try:
-        for result in tried(faults, given.tests, jobs=given.jobs, limit_s=given.limit):
-            fault, survivors = result.fault, survivors + result.survived
-            what = "SURVIVED" if result.survived else "killed"
-            print(f"{what} {fault.path}:{fault.line}: {fault.kind} ({result.said})", flush=True)
-            if result.survived:
-                print(diffs[fault], flush=True)
-    except RuntimeError as error:
-        print(error)
-        return 2
-    print(f"{len(faults)} faults, seed {given.seed}: {len(faults) - survivors} killed, {survivors} survived")
-    return int(survivors > given.allow)
+    to_the_end = given.matrix is not None
+    results = tried(faults, given.tests, jobs=given.jobs, limit_s=given.limit, to_the_end=to_the_end)
+    return told(into_matrix(results, given.matrix) if to_the_end else results, given.allow)
 
 
 if __name__ == "__main__":

@@ -20,39 +20,32 @@ import os
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from mutate import ROOT, Fault, Trees
+from mutate import ROOT, Fault, Result, Trees, told
 
 TABLE = Path(__file__).with_suffix(".toml")
 
 
-class RowFault(NamedTuple):
-    """What one row asks for, taken away."""
+def read_faults(table: Path = TABLE, root: Path = ROOT) -> dict[str, list[Fault]]:
+    """What each row asks for, taken away: by row, in the order of the file.
 
-    row: str
-    file: str
-    removes: str
-    old: str
-    new: str
-
-    def fault(self, root: Path = ROOT) -> Fault:
-        """Where it is planted. Raises ValueError if its text is not in the file just once."""
-        source, old = (root / self.file).read_bytes(), self.old.encode()
+    Raises ValueError if the text that a fault replaces is not in its file just once.
+    """
+    faults: dict[str, list[Fault]] = {}
+    for one in tomllib.loads(table.read_text())["fault"]:
+        source, old, row = (root / one["file"]).read_bytes(), one["old"].encode(), one["row"]
         if (found := source.count(old)) != 1:
             raise ValueError(
-                f"{self.row}: what its fault replaces is {found} times in {self.file}, must be once; "
-                f"write it anew in {TABLE.name}: {self.old.strip().splitlines()[0]}"
+                f"{row}: what its fault replaces is {found} times in {one['file']}, must be once; "
+                f"write it anew in {table.name}: {one['old'].strip().splitlines()[0]}"
             )
         start = source.index(old)
-        return Fault(self.file, source[:start].count(b"\n") + 1, self.row, start, start + len(old), self.new)
-
-
-def read_faults(table: Path = TABLE) -> list[RowFault]:
-    """In the order of the file."""
-    return [RowFault(**one) for one in tomllib.loads(table.read_text())["fault"]]
+        kind, line = f"{row}: {one['removes']}", source[:start].count(b"\n") + 1
+        faults.setdefault(row, []).append(Fault(one["file"], line, kind, start, start + len(old), one["new"]))
+    return faults
 
 
 def own_tests(row: str, root: Path = ROOT) -> list[str]:
@@ -74,24 +67,23 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
 
 
 # -- as a program --------------------------------------------------------------------------------------------
-def tried(faults: Sequence[RowFault], limit_s: float) -> Iterator[tuple[RowFault, Fault, str, str]]:
-    """(fault, where, what became of it, pytest's last line), row by row.
+def tried(faults: Mapping[str, Sequence[Fault]], limit_s: float) -> Iterator[Result]:
+    """What became of each row's faults.
 
     Raises RuntimeError if a row's tests fail without a fault, or cannot be run with one.
     """
-    places = {one: one.fault() for one in faults}
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         trees = Trees(ROOT, Path(folder), 1)
-        for row in dict.fromkeys(one.row for one in faults):
+        for row in faults:
             tests = own_tests(row)
             status, said = trees.run(Fault("README.md", 1, "none", 0, 0, ""), tests, limit_s)
             if status != 0:
                 raise RuntimeError(f"{row}: without a fault its tests end with {status}: {said}")
-            for one in (one for one in faults if one.row == row):
-                status, said = trees.run(places[one], tests, limit_s)
+            for fault in faults[row]:
+                status, said = trees.run(fault, tests, limit_s)
                 if status is not None and status > 1:  # not by a signal
                     raise RuntimeError(f"{row}: with its fault pytest ends with {status}: {said}")
-                yield one, places[one], "SURVIVED" if status == 0 else "killed", said
+                yield Result(fault, status == 0, said, fault.diff((ROOT / fault.path).read_bytes()), tests)
 
 
 def main() -> int:
@@ -103,21 +95,15 @@ def main() -> int:
         "--limit", type=float, default=120, metavar="S", help="seconds a row's tests (default: 120)"
     )
     given = parser.parse_args()
-    faults = read_faults()
-    if unknown := set(given.rows) - {one.row for one in faults}:
-        print(f"no fault in {TABLE.name} is of {' '.join(sorted(unknown))}")
-        return 2
-    faults = [one for one in faults if not given.rows or one.row in given.rows]
-    survivors = 0
     try:
-        for one, place, became, said in tried(faults, given.limit):
-            survivors += became == "SURVIVED"
-            print(f"{became} {one.row} {place.path}:{place.line}: {one.removes} ({said})", flush=True)
-    except (RuntimeError, ValueError) as error:
+        faults = read_faults()
+    except ValueError as error:
         print(error)
         return 2
-    print(f"{len(faults)} faults: {len(faults) - survivors} killed, {survivors} survived")
-    return int(survivors > 0)
+    if unknown := set(given.rows) - faults.keys():
+        print(f"no fault in {TABLE.name} is of {' '.join(sorted(unknown))}")
+        return 2
+    return told(tried({row: faults[row] for row in given.rows or faults}, given.limit))
 
 
 if __name__ == "__main__":

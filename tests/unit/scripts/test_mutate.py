@@ -5,11 +5,21 @@ pytest tests/unit/scripts/test_mutate.py
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from scripts.mutate import faults_in, function_of, planted, selected_tests, tried
+from scripts.mutate import (
+    code_lines,
+    dominated,
+    faults_in,
+    function_of,
+    into_matrix,
+    planted,
+    selected_tests,
+    tried,
+)
 
 SOURCE = '''"""Said only: not (a < b)."""
 from typing import TYPE_CHECKING
@@ -143,7 +153,8 @@ def test_a_fault_is_shown_to_the_tests_that_call_its_function(project: Path) -> 
     (result,) = tried([fault], ["tests"], root=project)
     assert result.said.startswith("1 passed"), "on a thread of test_thread"
     (project / "tests/test_far.py").unlink()
-    assert list(tried([fault], ["tests"], root=project)) == [(fault, True, "no test calls it")]
+    (result,) = tried([fault], ["tests"], root=project)
+    assert (result.survived, result.said, result.shown) == (True, "no test calls it", [])
 
 
 def test_a_fault_belongs_to_the_function_that_its_text_is_in() -> None:
@@ -174,3 +185,53 @@ def test_a_seed_plants_the_same_faults(project: Path) -> None:
     assert len({tuple(planted(project, ["pkg"], 2, seed)) for seed in range(8)}) > 1
     with pytest.raises(ValueError, match="there is no Python file in absent; give folders of"):
         planted(project, ["absent"], 1, 0)
+
+
+def test_tests_are_dominated_without_which_the_others_hold_all() -> None:
+    lines = {"one line": 1, "two": 2, "five": 5, "six": 6, "idle": 4}
+    holders = {
+        "fault a": ["one line", "five"],
+        "fault b": ["two", "five"],
+        "fault c": ["six", "two"],
+        "survivor": [],
+        "row": ["six"],
+        "row with a proof elsewhere": ["idle", "of another folder"],
+    }
+    assert dominated(holders, lines) == ["five", "idle"]
+    assert dominated({**holders, "fault d": ["five"]}, lines) == ["idle", "two", "one line"]
+
+
+def test_lines_of_a_test_are_its_decorators_and_code(project: Path) -> None:
+    (project / "tests/test_far.py").write_text(
+        'import pytest\n\n\n@pytest.mark.slow\ndef test_far():\n    """Said\n    only."""\n    # why\n\n'
+        "    assert (\n        True\n    )\n"
+    )
+    assert code_lines("tests/test_far.py::test_far", project) == 5
+    assert code_lines("tests/test_limits.py::test_fits[1]".partition("[")[0], project) == 2
+
+
+@pytest.mark.slow
+def test_a_matrix_says_which_tests_kill_which_faults(project: Path, capsys: pytest.CaptureFixture) -> None:
+    (project / "tests/test_far.py").write_text(
+        "import os\nimport pytest\nfrom pkg.limits import fits, unseen\n\n"
+        "@pytest.mark.parametrize('n', [1, 4])\ndef test_far(n):\n    assert fits(n) == (n < 3)\n\n"
+        "def test_dies():\n    if unseen(1) != 2:\n        os._exit(3)\n"
+    )
+    file, faults = project / "matrix.json", planted(project, ["pkg"], 100, 0)
+    for some in (faults[:1], faults[1:]):
+        results = tried(some, ["tests"], root=project, limit_s=60, to_the_end=True)
+        assert len(list(into_matrix(results, file, project))) == len(some)
+    kills = {
+        test: sorted(f"{line} {kind}" for _, line, kind, _ in (name.split(":", 3) for name in names))
+        for test, names in json.loads(file.read_text())["tests"].items()
+    }
+    assert kills == {
+        "tests/test_far.py::test_dies": ["6  off-by-one", "6  return"],
+        "tests/test_far.py::test_far": ["2  return"],
+        "tests/test_limits.py::test_fits": ["2  bound", "2  return"],
+    }
+    said = capsys.readouterr().out.splitlines()[-2:]
+    assert said == [
+        "dominated tests/test_far.py::test_far: 3 lines, kills 1 of 2 shown",
+        "1 of 3 tests are dominated: 3 lines",
+    ]
