@@ -34,10 +34,6 @@ def block(x: Tensor) -> Tensor:
     return Square.apply(x.sin()).exp().tanh()
 
 
-BLOCK_SAVES = 5
-"""The sine's input; Square's input and output; exp's output; tanh's output."""
-
-
 def network(x: Tensor, *, reentrant: bool | None) -> Tensor:
     """Two blocks; reentrant None: without recomputation."""
     x = x * 2
@@ -83,14 +79,6 @@ def test_a_recomputation_under_active_hooks_keeps_what_it_saves(reentrant: bool,
     assert x.grad is not None
     assert_equal_bits(expected, [x.grad])
     assert rig.saved == 2
-
-
-def test_without_recomputation_everything_leaves(rig: Rig) -> None:
-    x = leaf()
-    with rig.group():
-        _y = network(x, reentrant=None).sum()
-    # the second block's sine saves what the first one's tanh saved
-    assert rig.saved == 2 * BLOCK_SAVES - 1
 
 
 def test_hooks_inside_a_reentrant_region_only_see_a_forward_without_gradients_and_a_recomputation() -> None:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 import offload
-from offload import PipelineOffloadManager, StaleHandleError, StepStats, init_chunk_handler
+from offload import PipelineOffloadManager, StepStats, init_chunk_handler
 from offload.saved.store import KEPT_SHARE
-from offload.transfer.block import WeakStorage
 from tests.unit.groups.both import run_both
 from tests.unit.groups.stack import build_manager, gpipe, installed, no_pipeline
 
@@ -101,111 +100,6 @@ def test_bytes_of_a_piece_are_counted_as_they_come(committed: bool, manager: Pip
 
 
 # -- reads ---------------------------------------------------------------------------------------------------
-@pytest.mark.usefixtures("manager")
-def test_a_kept_save_that_is_changed_in_place_is_found_out_by_its_read() -> None:
-    def forward(x: Tensor) -> Tensor:
-        return group(lambda x: x.sin().sin(), x)
-
-    for _ in range(3):
-        step(forward)
-    init_chunk_handler(None, None, 1)
-    x = torch.ones(ELEMENTS, requires_grad=True) * 1
-    y = forward(x)
-    x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
-class Reads(torch.autograd.Function):
-    """x * y, whose backward reads what it saved twice, and spoils what it was given first."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(x, y, x)
-        return x * y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        for tensor in ctx.saved_tensors:
-            tensor.requires_grad_()
-            tensor.data = torch.zeros(3)
-        x, y, again = ctx.saved_tensors
-        assert x.data_ptr() == again.data_ptr()
-        return grads[0] * y, grads[0] * x
-
-
-@pytest.mark.usefixtures("manager")
-def test_each_read_of_a_kept_save_is_an_alias_of_its_own_in_every_pass() -> None:
-    def forward(x: Tensor) -> Tensor:
-        return group(lambda x: Reads.apply(x, x.sin()).tanh(), x)  # type: ignore[no-any-return]
-
-    expected = plain(lambda x: (x * x.sin()).tanh())
-    for _ in range(4):
-        init_chunk_handler(None, None, 1)
-        leaf = torch.linspace(-1, 1, ELEMENTS).requires_grad_()
-        y = forward(leaf * 1).sum()
-        for _ in range(2):
-            leaf.grad = None
-            y.backward(retain_graph=True)
-            assert torch.equal(leaf.grad, expected)
-        del y
-        offload.step_end()
-
-
-@pytest.mark.usefixtures("manager")
-def test_kept_saves_that_are_left_over_are_named_and_let_go_of(caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(3):
-        step(lambda x: group(sines(3), x))
-    init_chunk_handler(None, None, 1)
-    storages: list[WeakStorage] = []
-
-    def body(x: Tensor) -> Tensor:
-        for _ in range(3):
-            storages.append(WeakStorage(x.untyped_storage()))
-            x = x.sin()
-        return x
-
-    y = group(body, torch.ones(ELEMENTS, requires_grad=True) * 1)
-    assert all(storage.storage() is not None for storage in storages)
-    with caplog.at_level(logging.WARNING, "offload"):
-        offload.step_end()
-    assert f"step 3 ended with 3 saved tensors ({3 * NBYTES} B) whose backward has not run" in caplog.text
-    assert [storage.storage() for storage in storages] == [None] * 3
-    with pytest.raises(StaleHandleError):
-        y.sum().backward()
-
-
-def test_bytes_of_a_piece_go_with_their_nodes_and_its_count_with_the_last(
-    manager: PipelineOffloadManager,
-) -> None:
-    for _ in range(3):
-        step(lambda x: group(sines(3), x))
-    init_chunk_handler(None, None, 1)
-    storages: list[WeakStorage] = []
-    living: list[int] = []
-
-    class Look(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.detach()
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Tensor:
-            living.append(sum(storage.storage() is not None for storage in storages))
-            return grads[0]
-
-    def body(x: Tensor) -> Tensor:
-        for _ in range(3):
-            storages.append(WeakStorage(x.untyped_storage()))
-            x = Look.apply(x).sin()
-        return x
-
-    group(body, torch.ones(ELEMENTS, requires_grad=True) * 1).sum().backward()
-    assert living == [2, 1, 0]
-    manager.engine.transfers.reclaim_freed()
-    assert manager.engine.transfers.resident_bytes == 0
-
-
 # -- beside others -------------------------------------------------------------------------------------------
 def last_of_five(forward: Callable[[Tensor, bool], Tensor]) -> tuple[Tensor, StepStats]:
     """The fifth step, the only one of which `forward` is told so, when the first group of each chunk stays
@@ -257,14 +151,3 @@ def test_a_piece_that_stays_is_small_beside_a_device_limit() -> None:
         y = group(sines(6), torch.ones(ELEMENTS, requires_grad=True) * 1)
         assert [block.nbytes for block in manager.living_blocks()] == [4 * NBYTES, 2 * NBYTES]
         y.sum().backward()
-
-
-@pytest.mark.usefixtures("manager")
-def test_offloading_that_is_switched_off_takes_nothing() -> None:
-    for _ in range(3):
-        step(lambda x: group(sines(3), x))
-    offload.disable_offload()
-    _, stats = step(lambda x: group(sines(3), x))
-    offload.enable_offload()
-    _, after = step(lambda x: group(sines(3), x))
-    assert (stats.saved, after.saved) == (0, 3)

@@ -63,23 +63,6 @@ def test_two_readers_of_one_record_share_its_buffer_in_each_pass(rig: Rig) -> No
     assert rig.restored_bytes == 2 * once
 
 
-def test_saved_tensors_may_be_asked_for_several_times_in_one_backward(rig: Rig) -> None:
-    class Thrice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x, x * 2)
-            return x**3
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            values = [ctx.saved_tensors[index].sum() for index in (0, 1, 0, 1)]
-            return gradient * ctx.saved_tensors[0] + sum(values)
-
-    program = lambda x: Thrice.apply(x * 2)  # noqa: E731
-    x = leaf()
-    assert_equal_bits(gradients(program, [x]), gradients(program, [x], rig))
-
-
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_input_half_first_and_weight_half_later_read_the_same_bits(executor: ExecutorName) -> None:
     """As a zero-bubble schedule splits a backward: the weight half reads nearly everything again, in forward
