@@ -13,7 +13,6 @@ from torch import Tensor
 from offload import PipelineOffloadManager, init_chunk_handler, step_end
 from tests.unit.groups.both import assert_nothing_is_left, between_marks
 from tests.unit.groups.stack import (
-    EXECUTORS,
     NAMES,
     ROWS,
     WIDTH,
@@ -57,21 +56,6 @@ def test_switch_may_flip_at_any_point_of_a_step() -> None:
             for expected_step, actions in zip(expected, steps, strict=True):
                 assert_same([expected_step], [driver.step(actions)])
                 assert_nothing_is_left(manager)
-
-
-def test_switch_between_forward_and_backward() -> None:
-    steps = [gpipe(2)] * 2
-    expected = baseline(build_stages(), steps)
-    with installed(build_manager("random", seed=10)) as manager:
-
-        class Switching(Driver):
-            def backward(self, stage: int, microbatch: int) -> None:
-                assert manager is not None
-                (manager.enable_offload if microbatch else manager.disable_offload)()
-                super().backward(stage, microbatch)
-
-        driver = Switching(build_stages())
-        assert_same(expected, [driver.step(actions) for actions in steps])
 
 
 class BrokenLayerError(Exception):
@@ -121,51 +105,6 @@ def test_exception_in_a_backward_and_then_the_next_step() -> None:
         step_end()
         assert_nothing_is_left(manager)
         assert_same(expected, [Driver([module]).step(gpipe(2))])
-
-
-def test_graph_may_be_read_again_with_retain_graph() -> None:
-    with installed(None):
-        module = build_stages()[0]
-        module(torch.ones(ROWS, WIDTH)).square().mean().backward()
-        expected = [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
-    for executor in EXECUTORS:
-        with installed(build_manager(executor, seed=12, max_spilling_bytes=1)) as manager:
-            module = build_stages()[0]
-            for _ in range(3):
-                init_chunk_handler(None, None, 1)
-                loss = module(torch.ones(ROWS, WIDTH)).square().mean()
-                for times in range(3):
-                    loss.backward(retain_graph=times < 2)
-                    found = [
-                        parameter.grad.clone()
-                        for parameter in module.parameters()
-                        if parameter.grad is not None
-                    ]
-                    assert_same([expected], [found])
-                    module.zero_grad()
-                step_end()
-                assert_nothing_is_left(manager)
-
-
-def test_second_derivatives_are_those_of_the_marked_model_that_offloads_nothing() -> None:
-    """Marks are nodes of the graph, so they may change the order in which a double backward adds three
-    gradients up."""
-
-    def run(min_elements: int) -> list[Tensor]:
-        module = build_stages()[0]
-        x = torch.ones(ROWS, WIDTH).requires_grad_()
-        init_chunk_handler(None, None, min_elements)
-        y = module(x).square().mean()
-        (gradient,) = torch.autograd.grad(y, x, create_graph=True)
-        (gradient.square().sum() + y).backward()
-        step_end()
-        return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-
-    with installed(build_manager("random", seed=13, max_spilling_bytes=1)) as manager:
-        expected = run(1 << 40)
-        assert manager.stats.spilled == 0
-        assert_same([expected], [run(1)])
-        assert manager.stats.spilled > 0
 
 
 @pytest.mark.req("S2-32", "S2-86")

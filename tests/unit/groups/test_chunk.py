@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offload import (
     ChunkOffloadHandler,
@@ -126,20 +125,6 @@ def test_tags_name_group_and_position_and_are_never_used_twice(manager: Pipeline
     assert fourth == (1, 0)
     for tag, tensor in ((second, tensors[1]), (third, tensors[2]), (fourth, tensors[3])):
         assert torch.equal(handler.tensor_pop(tag), tensor)
-
-
-@pytest.mark.req("S2-66")
-def test_fake_and_functional_tensors_pass_through(manager: PipelineOffloadManager) -> None:
-    handler = begun(manager)
-    handler.on_group_start_forward("a")
-    with FakeTensorMode():
-        fake = torch.ones(64)
-    functional = torch._to_functional_tensor(torch.ones(64))
-    tags = [handler.tensor_push(fake), handler.tensor_push(functional)]
-    handler.on_group_commit_forward()
-    assert handler.tensor_pop(tags[0]) is fake
-    assert handler.tensor_pop(tags[1]) is functional
-    assert device_of(manager).copies(manager.d2h_stream) == 0
 
 
 @pytest.mark.req("S2-67", "S3-69")

@@ -26,11 +26,7 @@ from offload.memory.budget import LocalHostBudget
 from tests.inside import holds_lock
 from tests.unit.groups.stack import (
     HELD,
-    NAMES,
-    ROWS,
-    WIDTH,
     Driver,
-    Stack,
     build_manager,
     build_stages,
     gpipe,
@@ -306,15 +302,6 @@ def test_parameters_and_external_storages_are_registered(manager: PipelineOffloa
         y = x @ weight
     group_commit(y, "a").sum().backward()
     assert manager.step_end().saved == 0
-
-
-def test_groups_of_a_name_that_every_layer_has_are_told_apart(manager: PipelineOffloadManager) -> None:
-    module = Stack(3, NAMES)
-    init_chunk_handler(None, None, 1)
-    module(torch.randn(ROWS, WIDTH))
-    handler = manager.cur_forward_chunk()
-    assert [group.name for group in handler.groups] == list(NAMES) * 3
-    assert handler.get_max_deduplicated_groups() == len(NAMES)
 
 
 @pytest.mark.req("S2-30")

@@ -124,13 +124,26 @@ def test_a_group_of_small_tensors_beside_one_that_moves_is_told_its_own_largest(
     assert "min_offloaded_tensor_size in OffloadConfig), 100 elements here (the largest has 64)" in message
 
 
-def test_a_group_inside_a_checkpoint_that_saves_nothing_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("reentrant", "what", "way_out"),
+    [
+        (
+            False,
+            "groups 'g' are inside a non-reentrant checkpoint, which recomputes",
+            "Put the marks around the checkpoint, or give the checkpoint context_fn=",
+        ),
+        (True, "group 'g' is inside a reentrant checkpoint", "Put its marks around the checkpoint"),
+    ],
+)
+def test_a_group_inside_a_checkpoint_that_saves_nothing_is_told_so(
+    reentrant: bool, what: str, way_out: str, caplog: pytest.LogCaptureFixture
+) -> None:
     init_chunk_handler(None, None, 1)
-    checkpoint(marked, marked(leaf(), "outside"), use_reentrant=False).sum().backward()
+    checkpoint(marked, marked(leaf(), "outside"), use_reentrant=reentrant).sum().backward()
     step_end()
     (message,) = said(caplog)
-    assert "groups 'g' are inside a non-reentrant checkpoint, which recomputes" in message
-    assert "Put the marks around the checkpoint, or give the checkpoint context_fn=" in message
+    assert what in message
+    assert way_out in message
 
 
 def test_a_checkpoint_that_keeps_what_it_was_asked_for_is_given_no_advice(
@@ -181,30 +194,15 @@ def test_a_group_around_others_moves_nothing_of_its_own_and_is_nothing_to_say(
     assert not said(caplog)
 
 
-def test_a_group_inside_a_reentrant_checkpoint_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
-    init_chunk_handler(None, None, 1)
-    y = checkpoint(marked, marked(leaf(), "outside"), use_reentrant=True)
-    y.sum().backward()
-    step_end()
-    (message,) = said(caplog)
-    assert "group 'g' is inside a reentrant checkpoint" in message
-    assert "Put its marks around the checkpoint" in message
-
-
-def test_a_step_that_is_never_ended_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(FORWARDS_WITHOUT_END + 1):
-        init_chunk_handler(None, None, 1)
-    (message,) = said(caplog)
-    assert message.startswith("1,024 forwards of virtual stage 0 have begun since the last step_end()")
-
-
-def test_an_announced_step_that_is_never_ended_is_told_so(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_step_that_is_never_ended_is_told_so(
+    announced: bool, manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(FORWARDS_WITHOUT_END + 1):
-        manager.begin_chunk(0, 0)
+        manager.begin_chunk(0, 0) if announced else init_chunk_handler()
         marked(leaf()).sum().backward()
     (message,) = said(caplog)
+    assert message.startswith("1,024 forwards of virtual stage 0 have begun since the last step_end()")
     assert "Call step_end() once a step" in message
 
 

@@ -187,20 +187,6 @@ def test_group_inside_a_checkpoint_around_one_or_both(reentrant: bool, inside: b
                 assert_nothing_is_left(manager)
 
 
-def test_group_inside_a_checkpoint_is_said_once(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
-) -> None:
-    layer = Layer(("fc1", "act"))
-    for _ in range(2):
-        init_chunk_handler(None, None, 1)
-        x = torch.randn(ROWS, WIDTH, requires_grad=True)
-        checkpoint(layer, x, use_reentrant=False).sum().backward()  # type: ignore[union-attr]
-        step_end()
-    (message,) = caplog.messages
-    assert "groups 'fc1', 'act' are inside a non-reentrant checkpoint, which recomputes" in message
-    assert "Put the marks around the checkpoint, or give the checkpoint context_fn=" in message
-
-
 def test_recompute_inside_a_group_keeps_what_it_saves(manager: PipelineOffloadManager) -> None:
     """A Function that drops its output and makes it again in its backward, as Megatron's output-discarding
     checkpoint does."""

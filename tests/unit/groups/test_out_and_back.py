@@ -3,8 +3,6 @@ copied."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -146,83 +144,6 @@ def test_last_group_of_a_name_stays_in_the_chunk_that_is_read_next(manager: Pipe
 
 
 # -- views and shared storages -------------------------------------------------------------------------------
-@pytest.mark.req("S2-103")
-@pytest.mark.parametrize(
-    ("view", "copied"),
-    [
-        (lambda x: x.t(), 64 * 64 * 4),  # dense: the storage as it is
-        (lambda x: x[:, ::2], 64 * 64 * 4),  # half of it: as it is
-        (lambda x: x[:, :31], 64 * 31 * 4),  # a little less than half: gathered
-        (lambda x: x[:, ::4], 64 * 16 * 4),  # a quarter, though from the first to the last bytes: gathered
-        (lambda x: x[:, :8], 64 * 8 * 4),
-        (lambda x: x[8:16], 8 * 64 * 4),  # contiguous: those bytes and no others
-        (lambda x: x[:1].expand(64, -1), 64 * 4),  # an expanded row is one row
-    ],
-)
-def test_view_comes_back_with_its_strides_and_a_sparse_one_is_gathered(
-    manager: PipelineOffloadManager, view: Any, copied: int
-) -> None:
-    handler = begun(manager)
-    x = torch.randn(64, 64)
-    saved = view(x)
-    expected, stride = saved.clone(), saved.stride()
-    group, (tag,) = group_of(handler, "a", saved)
-    assert device_of(manager).copied_bytes(manager.d2h_stream) == group.total_offload_bytes == copied
-    del x, saved
-    back = handler.tensor_pop(tag)
-    assert torch.equal(back, expected)
-    assert back.stride() == stride
-
-
-@pytest.mark.req("S2-103")
-def test_gathered_view_and_a_later_view_of_the_same_storage_are_two_copies(
-    manager: PipelineOffloadManager,
-) -> None:
-    """The gathered bytes lie at the start of a new storage; a second view whose offsets happen to fall in
-    there is not among them."""
-    handler = begun(manager)
-    x = torch.randn(64, 63)
-    expected = x.clone()
-    _, (sparse,) = group_of(handler, "a", x[:, ::8])
-    _, (dense, again) = group_of(handler, "b", x[:2], x[:, ::8])
-    del x
-    assert torch.equal(handler.tensor_pop(dense), expected[:2])
-    assert torch.equal(handler.tensor_pop(again), expected[:, ::8])
-    assert torch.equal(handler.tensor_pop(sparse), expected[:, ::8])
-
-
-@pytest.mark.req("S2-105")
-def test_storage_saved_several_times_in_a_group_is_copied_once(manager: PipelineOffloadManager) -> None:
-    handler = begun(manager)
-    x = torch.randn(32, 32)
-    expected = x.clone()
-    group, tags = group_of(handler, "a", x, x, x.t(), x[3:7], x.view(-1))
-    device = device_of(manager)
-    assert (device.copies(device.d2h), device.copied_bytes(device.d2h)) == (1, 32 * 32 * 4)
-    assert group.saved.logical_bytes == 4 * (4 * 32 * 32 + 4 * 32)
-    del x
-    settle(manager, group)
-    for tag, tensor in zip(
-        tags, (expected, expected, expected.t(), expected[3:7], expected.view(-1)), strict=True
-    ):
-        assert torch.equal(handler.tensor_pop(tag), tensor)
-    assert device.copied_bytes(device.h2d) == 32 * 32 * 4
-
-
-@pytest.mark.req("S2-105")
-def test_storage_that_was_written_in_between_is_copied_again(manager: PipelineOffloadManager) -> None:
-    handler = begun(manager)
-    handler.on_group_start_forward("a")
-    x = torch.zeros(64)
-    handler.tensor_push(x)
-    x.add_(1)
-    tag = handler.tensor_push(x)
-    handler.on_group_commit_forward()
-    assert device_of(manager).copies(manager.d2h_stream) == 2
-    del x
-    assert torch.equal(handler.tensor_pop(tag), torch.ones(64))
-
-
 # -- marks ---------------------------------------------------------------------------------------------------
 @pytest.mark.req("S2-78")
 def test_backward_of_a_commit_makes_its_chunk_the_one_being_read(manager: PipelineOffloadManager) -> None:
@@ -285,19 +206,6 @@ def test_while_one_layer_is_read_the_one_before_it_loads() -> None:
                 assert states(groups[number - 1]) == ["RESTORING"]
                 assert all(states(groups[earlier]) == ["SPILLED"] for earlier in range(number - 1))
             del read
-
-
-@pytest.mark.xfail(
-    strict=True,
-    reason="decided otherwise: what is ahead is bounded in bytes by max_restoring_bytes, not by one a name",
-)
-def test_at_most_one_activation_a_name_is_ahead(manager: PipelineOffloadManager) -> None:
-    handler = begun(manager)
-    groups, tags = zip(*(group_of(handler, "layer", torch.randn(64)) for _ in range(4)), strict=True)
-    settle(manager, *groups)
-    handler.tensor_pop(tags[3][0])
-    handler.on_group_commit_backward("layer")
-    assert [states(group) for group in groups[:3]] == [["SPILLED"], ["SPILLED"], ["RESTORING"]]
 
 
 @pytest.mark.req("S2-82")

@@ -198,43 +198,6 @@ def test_gpt_with_each_mark_has_the_logits_and_gradients_of_the_one_without(name
         assert set(manager.offload_summary_bytes) == set(names)
 
 
-@pytest.mark.req("S3-78")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_every_dtype_keeps_its_bits(dtype: torch.dtype) -> None:
-    def run() -> list[Tensor]:
-        module = build_stages()[0].to(dtype)
-        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)).to(dtype)
-        if PipelineOffloadManager.OFFLOAD_MGR is not None:
-            init_chunk_handler(None, None, 1)
-        F.dropout(module(x), 0.0).square().mean().backward()  # with a mask of booleans among the saved
-        return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-
-    with installed(None):
-        expected = run()
-    with installed(build_manager("random", seed=8)):
-        assert_same([expected], [run()])
-
-
-def test_autocast_keeps_its_bits_and_copies_no_weight() -> None:
-    def run() -> list[Tensor]:
-        module = build_stages(names=("fc1", "act", "fc2"))[0]
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            for seed in (0, 1):
-                x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
-                if PipelineOffloadManager.OFFLOAD_MGR is not None:
-                    init_chunk_handler(None, None, 1)
-                module(x).square().mean().backward()
-        return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-
-    with installed(None):
-        expected = run()
-    with installed(build_manager("random", seed=9)) as manager:
-        assert_same([expected], [run()])
-        # two layers and two microbatches: the inputs of fc1, of gelu and of fc2, in bfloat16
-        assert step_end().saved == 2 * 2 * 3  # type: ignore[union-attr]
-        assert manager.stats.spill_bytes == 2 * 2 * (ROWS * WIDTH + 2 * ROWS * 2 * WIDTH) * 2
-
-
 # -- anything at all -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("seed", range(40))
 def test_random_programs(seed: int) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
-import weakref
 from typing import Any
 
 import pytest
@@ -242,49 +240,6 @@ def test_ten_steps_with_a_leftover_each_grow_nothing(
         )
     finally:
         gc.enable()
-
-
-def test_what_has_left_is_freed_without_the_garbage_collector(manager: PipelineOffloadManager) -> None:
-    gc.disable()
-    try:
-        init_chunk_handler(None, None, 1)
-        x = leaf().mul(1)
-        storage = weakref.ref(x.untyped_storage())
-        y = save_one(x)
-        del x
-        for transfer in list(manager.engine.transfers._spilling):
-            manager.engine.transfers.settle_spill(transfer)
-        assert storage() is None
-        (block,) = manager.living_blocks()
-        y.sum().backward()
-        del y
-        assert block.is_freed
-    finally:
-        gc.enable()
-
-
-def test_backward_on_another_thread_gives_the_same_gradients() -> None:
-    steps = [gpipe(2)] * 2
-    expected = baseline(build_stages(), steps)
-    with installed(build_manager("random", seed=5)):
-
-        class Threaded(Driver):
-            def backward(self, stage: int, microbatch: int) -> None:
-                errors: list[BaseException] = []
-
-                def run() -> None:
-                    try:
-                        super(Threaded, self).backward(stage, microbatch)
-                    except BaseException as error:
-                        errors.append(error)
-
-                thread = threading.Thread(target=run)
-                thread.start()
-                thread.join()
-                assert errors == []
-
-        driver = Threaded(build_stages())
-        assert_same(expected, [driver.step(actions) for actions in steps])
 
 
 def test_backward_on_another_lane_gives_the_same_gradients() -> None:

@@ -7,7 +7,15 @@ import dataclasses
 import pytest
 import torch
 
-from offload import OffloadConfig, OffloadEngine, OffloadTensorGroup, group_commit, group_start, offload_hooks
+from offload import (
+    ChunkOffloadHandler,
+    OffloadConfig,
+    OffloadEngine,
+    OffloadTensorGroup,
+    group_commit,
+    group_start,
+    offload_hooks,
+)
 from offload.device.sim import SimDevice
 from offload.groups.seen import SeenStep, StepClock
 from offload.groups.step_planner import StepPlanner
@@ -136,10 +144,8 @@ def test_what_a_plan_keeps_of_a_group_never_moves_and_the_rest_does(stays_from: 
     assert_same(expected, found)
 
 
-@pytest.mark.parametrize("between", ["nothing", "evaluation", "cut short"])
-def test_planner_follows_one_plan_from_times_and_then_gives_back_what_it_does_not_use(
-    between: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def timed_planner() -> tuple[OffloadEngine, StepPlanner, list[ChunkOffloadHandler]]:
+    """And two chunks of two groups of four tensors."""
     engine = OffloadEngine(OffloadConfig(device_limit_bytes=24 * KIB, piece_bytes=KIB), device=SimDevice())
     engine.rates = Rates(d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6)
     planner = StepPlanner(engine)
@@ -147,6 +153,14 @@ def test_planner_follows_one_plan_from_times_and_then_gives_back_what_it_does_no
     for chunk in chunks:
         for group in chunk.groups:
             group.slot_bytes = tuple((slot, 2 * KIB) for slot in range(4))
+    return engine, planner, chunks
+
+
+@pytest.mark.parametrize("between", ["nothing", "evaluation", "cut short"])
+def test_planner_follows_one_plan_from_times_and_then_gives_back_what_it_does_not_use(
+    between: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, planner, chunks = timed_planner()
     step = dataclasses.replace(
         seen(chunks, "F0 F1 B0 B1"),
         seconds={("F", 0, 0): 1e-3, ("F", 0, 1): 1e-3, ("B", 0, 0): 2e-3, ("B", 0, 1): 2e-3},
@@ -237,13 +251,7 @@ def test_summary_counts_what_leaves_before_and_after_times_are_known(monkeypatch
 
 
 def test_plan_made_by_hand_is_followed_until_the_next_step_has_ended() -> None:
-    engine = OffloadEngine(OffloadConfig(device_limit_bytes=24 * KIB, piece_bytes=KIB), device=SimDevice())
-    engine.rates = Rates(d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6)
-    planner = StepPlanner(engine)
-    chunks = chunks_of(engine, "ab", "ab", nbytes=8 * KIB)
-    for chunk in chunks:
-        for group in chunk.groups:
-            group.slot_bytes = tuple((slot, 2 * KIB) for slot in range(4))
+    _, planner, chunks = timed_planner()
     step = seen(chunks, "F0 F1 B0 B1")
     step = dataclasses.replace(step, seconds=dict.fromkeys(step.actions, 1e-3))
     for _ in range(3):
