@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,9 @@ from torch import Tensor, nn
 
 import offload
 from offload import PipelineOffloadManager
-from tests.unit.modules.training import CALLS, ROWS, WIDTH, build, equal, plain_of, train
+from tests.unit.modules.training import CALLS, ROWS, WIDTH, build, equal, plain_of, train, warnings_of
 
 MODES: tuple[Any, ...] = ("groups", True, "legacy", "disk", "hidden_states", "selective")
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -43,17 +38,6 @@ def test_gradients_and_weights_have_the_bits_of_a_run_without(
     # whether anything is written in time is the writer's: a reader that comes first calls the write off
     assert (manager.engine.transfers.disk is not None) == (mode == "disk")
     assert len(list(manager.living_blocks())) == 0
-
-
-def test_a_block_frees_what_it_saves_and_the_plan_follows_the_step(manager: PipelineOffloadManager) -> None:
-    model = build(blocks=4)
-    handle = offload.apply(model, min_numel=1)
-    assert repr(handle) == "<offload.apply(Model, mode='groups'): layers: 4 modules, layers.0 to layers.3>"
-    train(model, steps=2, microbatches=3)
-    # each microbatch of three is a chunk, and nothing is alive between steps
-    # norm: input, mean, rstd; fc1: its input; tanh and dropout: output, mask and fc2's input
-    assert manager.stats.saved % 3 == 0
-    assert manager.step_offload_bytes.keys() == {"layers"}
 
 
 @pytest.mark.req("S4-21")

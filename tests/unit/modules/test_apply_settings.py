@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -13,11 +12,7 @@ import offload
 from offload import PipelineOffloadManager
 from offload.modules.settings import EXCLUDED, is_checkpointing
 from tests.unit.groups.stack import build_manager, installed
-from tests.unit.modules.training import Model, build, train
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+from tests.unit.modules.training import Model, build, train, warnings_of
 
 
 def test_limits_are_those_of_the_process_whose_device_stays(manager: PipelineOffloadManager) -> None:

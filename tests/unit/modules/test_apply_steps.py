@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +12,7 @@ from torch import Tensor, nn
 
 import offload
 from offload import PipelineOffloadManager, StepStats
-from tests.unit.modules.training import ROWS, WIDTH, Model, build, equal, seeded, train
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+from tests.unit.modules.training import ROWS, WIDTH, Model, build, equal, seeded, train, warnings_of
 
 
 def test_a_step_ends_where_the_optimizer_steps(manager: PipelineOffloadManager) -> None:
@@ -127,14 +122,6 @@ def test_a_loop_without_an_optimizer_ends_a_step_at_the_next_forward(manager: Pi
     assert manager.engine.step == 3
 
 
-def test_a_step_that_a_scaler_skips_is_part_of_the_next_one(manager: PipelineOffloadManager) -> None:
-    loop = _Loop(manager, build())
-    loop.once()  # inf: step() is not called
-    loop.once()
-    loop.optimizer.step()
-    assert loop.ends == 1
-
-
 def test_what_is_alive_at_an_end_is_carried_over_two_ends_and_then_named_and_dropped(
     manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -213,25 +200,6 @@ def test_a_loop_that_ends_one_step_by_hand_and_no_other_is_told(
             offload.step_end()
     (message,) = [said for said in caplog.messages if "step_end()" in said]
     assert "an optimizer has stepped 16 times since the last step_end(): this process has called" in message
-
-
-def test_blocks_that_are_called_without_their_model_begin_chunks_of_their_own(
-    manager: PipelineOffloadManager,
-) -> None:
-    def loop(model: Model) -> list[Tensor]:
-        x = torch.ones(ROWS, WIDTH, requires_grad=True)
-        y = x
-        for layer in model.layers.eval():
-            y = layer(y)
-        y.sum().backward()
-        assert x.grad is not None
-        return [x.grad]
-
-    plain = loop(build())
-    model = build()
-    offload.apply(model, min_numel=1)
-    assert equal(loop(model), plain)
-    assert manager.step_end().spill_bytes > 0
 
 
 def test_evaluation_and_a_second_forward_pass_through(manager: PipelineOffloadManager) -> None:

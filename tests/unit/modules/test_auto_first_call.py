@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -240,13 +240,6 @@ def test_a_block_that_writes_to_its_input_in_a_later_call_only_is_an_error_with_
 
 
 # -- collectives ---------------------------------------------------------------------------------------------
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -7,19 +7,17 @@ import re
 import weakref
 from collections.abc import Iterator
 from contextlib import closing
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import offload
 from offload import HybridDeviceOptimizer, PipelineOffloadManager
-from offload.modules.shared import WatermarkRoot, marks_of
+from offload.modules.shared import WatermarkRoot
 from offload.watermark.runtime import WatermarkRuntime
 from tests.unit.modules.training import CALLS, ROWS, WIDTH, build, equal, plain_of, train
 
@@ -161,13 +159,6 @@ def test_a_compiled_model_has_the_bits_of_a_compiled_run_without(
     handle.remove()
 
 
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
 def test_of_a_sharded_model_gathered_parameters_stay_and_the_bits_are_those_without(
     mesh: DeviceMesh, manager: PipelineOffloadManager
 ) -> None:
@@ -245,13 +236,6 @@ def test_around_groups_that_take_everything_the_mark_holds_as_well(manager: Pipe
     for handle in handles:
         handle.remove()
     assert not engine.limits.watchers
-
-
-def test_a_mark_above_what_the_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80))
-    with pytest.raises(ValueError, match="high is 90 bytes and the GPU has 80; give less, as in '90%'"):
-        marks_of("90B", None)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ and without offload."""
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -128,3 +130,8 @@ def plain_of(call: str) -> list[Tensor]:
 def equal(ours: list[Tensor], plain: list[Tensor]) -> bool:
     """Bit by bit."""
     return len(ours) == len(plain) and all(map(torch.equal, ours, plain))
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Messages of warnings and errors."""
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
