@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from offload import PipelineOffloadManager, init_chunk_handler, step_end
 from offload.errors import OffloadError
 from tests.loops import ended_step
 from tests.unit.checkpoint.recomputed import (
-    BLOCKS,
     INPUT_BYTES,
     Block,
     Model,
@@ -30,19 +29,6 @@ from tests.unit.checkpoint.recomputed import (
 )
 
 Manager = PipelineOffloadManager
-
-
-def test_the_recompute_stops_at_the_last_saved_tensor(manager: Manager) -> None:
-    ran: list[str] = []
-
-    class Late(Block):
-        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-            y = super().forward(x, mask)
-            ran.append("end")
-            return y
-
-    train_step(build(Late), manager)
-    assert ran == ["end"] * BLOCKS  # of the forwards only
 
 
 def test_a_copy_that_cannot_be_issued_leaves_no_hooks(
@@ -61,25 +47,6 @@ def test_a_copy_that_cannot_be_issued_leaves_no_hooks(
     assert not hooks_left()
     step_end()
     compared(model, manager)
-
-
-def test_a_block_that_does_not_repeat_itself_raises_torchs_error(manager: Manager) -> None:
-    calls: list[None] = []  # of an attribute that is bound anew the recompute has the forward's value
-
-    class Changing(Block):
-        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-            calls.append(None)
-            return super().forward(x if len(calls) == 1 else x.sin(), mask)
-
-    block = Changing()
-    with recomputed([block], manager):
-        init_chunk_handler(None, None, 1)
-        y = block(source() * 1.0)
-        with pytest.raises(CheckpointError, match=r"(?s)different (metadata|number of tensors)"):
-            y.sum().backward()
-    del y
-    step_end()
-    assert not hooks_left()
 
 
 def test_a_cache_that_the_forward_adds_to_is_refused_by_name(manager: Manager) -> None:
@@ -120,38 +87,6 @@ def test_an_input_that_is_changed_in_place_afterwards_raises_as_autograd_does(ma
         h.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
-
-
-@pytest.mark.req("S4-46")
-def test_a_second_backward_over_a_retained_graph_recomputes_again(manager: Manager) -> None:
-    model = build(lambda: Block(dropout=0.5))
-    plain = copy.deepcopy(model)
-
-    def run(module: Model) -> list[Tensor]:
-        torch.manual_seed(1)
-        x = source()
-        loss = module(x).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return values(module, x)
-
-    expected = run(plain)
-    with recomputed(list(model.blocks), manager):
-        init_chunk_handler(None, None, 1)
-        assert_bits(expected, run(model))
-    stats = ended_step()
-    assert stats.saved == BLOCKS
-
-
-def test_gradients_may_be_asked_for_by_inputs(manager: Manager) -> None:
-    """As torch's non-reentrant checkpoint, and unlike the other."""
-    model = build()
-    plain = copy.deepcopy(model)
-    x, other = source(), source()
-    expected = torch.autograd.grad(plain(x).sum(), [x])
-    with recomputed(list(model.blocks), manager):
-        init_chunk_handler(None, None, 1)
-        assert_bits(expected, torch.autograd.grad(model(other).sum(), [other]))
 
 
 def test_a_recompute_after_the_hooks_were_taken_off_is_not_remembered_for_the_next_ones(

@@ -18,7 +18,6 @@ import offload
 from offload import PipelineOffloadManager, group_commit, group_start, init_chunk_handler, step_end
 from offload.compat import hidden_states as drop_in
 from offload.compat.hidden_states import hidden_states_offload
-from offload.transfer.block import BlockState
 from tests.loops import ended_step
 from tests.unit.checkpoint.recomputed import (
     BLOCKS,
@@ -32,7 +31,6 @@ from tests.unit.checkpoint.recomputed import (
     values,
 )
 from tests.unit.checkpoint.regions import noted_reads
-from tests.unit.groups.stack import build_manager, installed
 
 Manager = PipelineOffloadManager
 ORIGINAL = torch_checkpoint.CheckpointFunction
@@ -134,23 +132,6 @@ def test_requires_grad_and_autocast_are_those_of_the_forward(manager: Manager, r
     assert seen == [(True, True)] * 2 * BLOCKS
 
 
-@VARIANTS
-def test_several_microbatches_before_a_backward_have_the_same_bits(manager: Manager, reentrant: bool) -> None:
-    model = checkpointed(reentrant)
-    plain = copy.deepcopy(model)
-
-    def run(module: Model) -> list[Tensor]:
-        inputs = [source(microbatch) for microbatch in range(3)]
-        for loss in [module(x).square().mean() for x in inputs]:
-            loss.backward()
-        return [*(x.grad for x in inputs if x.grad is not None), *values(module, inputs[0])]
-
-    expected = run(plain)
-    with hidden_states_offload():
-        for _ in range(2):
-            assert_bits(expected, run(model))
-
-
 @pytest.mark.req("S4-47")
 @VARIANTS
 def test_whoever_announces_forwards_is_believed(manager: Manager, reentrant: bool) -> None:
@@ -169,30 +150,6 @@ def test_whoever_announces_forwards_is_believed(manager: Manager, reentrant: boo
             chunks = [label.partition("/")[0] for label in reads]
             assert chunks == ["s0m0"] * BLOCKS + ["s0m1"] * BLOCKS
     assert manager.engine.step == 2
-
-
-@pytest.mark.req("S4-4")
-def test_the_next_input_is_fetched_before_the_recompute_that_reads_it() -> None:
-    states: list[BlockState] = []
-
-    class Asking(Block):
-        number = 0
-
-        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-            if torch.is_grad_enabled() and self.number:
-                handler = manager.cur_forward_chunk()
-                states.append(handler.saved.blocks[self.number - 1].state)
-            return super().forward(x, mask)
-
-    with installed(build_manager("late", max_spilling_bytes=INPUT_BYTES)) as manager:
-        model = checkpointed(True, Asking)
-        for number, block in enumerate(model.blocks):
-            block.number = number  # type: ignore[assignment]
-        with hidden_states_offload():
-            train(model)
-        step_end()
-    assert len(states) == BLOCKS - 1
-    assert set(states) <= {BlockState.RESTORING, BlockState.RESTORED, BlockState.RESIDENT}
 
 
 # -- torch's errors, and where nothing leaves ----------------------------------------------------------------

@@ -56,10 +56,3 @@ def test_a_long_list_is_cut(caplog: pytest.LogCaptureFixture) -> None:
     ((_, message),) = messages(caplog)
     assert "op11 and 8 more (" in message
     assert "op12" not in message
-
-
-def test_without_a_chunk_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    report = KeepReport()
-    report.no_chunk()
-    report.no_chunk()
-    assert len(messages(caplog)) == 1

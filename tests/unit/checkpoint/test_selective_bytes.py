@@ -136,16 +136,6 @@ def test_a_kept_output_that_stays_costs_no_copy(config: dict[str, Any]) -> None:
         assert (stats.saved, stats.kept, stats.spill_bytes, stats.restore_bytes) == (BLOCKS, BLOCKS, 0, 0)
 
 
-def test_small_outputs_stay_in_the_regions_own_keeping(manager: PipelineOffloadManager) -> None:
-    blocks = build_blocks()
-    expected = train(blocks, plain)
-    init_chunk_handler(None, None, FC1_BYTES // 4 + 1)
-    found = train(blocks, kept)
-    stats = ended_step()
-    assert stats.saved == 0
-    assert_bits(expected, found)
-
-
 def test_a_device_limit_holds_for_kept_outputs() -> None:
     blocks = build_blocks()
     expected = train(blocks, plain)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from offload import PipelineOffloadManager, init_chunk_handler, selective_contexts, step_end
+from offload import PipelineOffloadManager, init_chunk_handler, selective_contexts
 from offload.device.sim import ExecutorName
 from tests.unit.checkpoint import recomputed as hooked
 from tests.unit.checkpoint.regions import (
@@ -75,51 +72,6 @@ def test_calls_of_several_operators_are_numbered_apart() -> None:
     found, stats = train_step(blocks, lambda block, h: kept(block, h, keep))
     assert_bits(expected, found)
     assert stats.spill_bytes == BLOCKS * 2 * FC1_BYTES
-
-
-def test_a_second_backward_over_a_retained_graph_finds_the_calls_again(manager: Manager) -> None:
-    blocks = build_blocks(Four)
-    expected = train(blocks, plain)
-    init_chunk_handler(None, None, 1)
-    x = source()
-    loss = forward(blocks, x, lambda block, h: kept(block, h, {(MM, 1), (MM, 2)}))
-    for _ in range(3):
-        let_go(manager)
-        loss.backward(retain_graph=True)
-        assert_bits(expected, [loss.detach(), *gradients(blocks, x)])
-
-
-def test_a_call_after_the_last_save_is_not_kept_and_the_recompute_never_comes_to_it() -> None:
-    blocks = build_blocks()
-    expected = train(blocks, plain)
-    found, stats = train_step(blocks, lambda block, h: kept(block, h, {(MM, 1)}))
-    assert_bits(expected, found)
-    assert stats.saved == 0
-
-
-@pytest.mark.parametrize("kept_number", [0, 1, 2])
-def test_a_kept_call_that_draws_random_numbers_shifts_none_of_others(
-    kept_number: int, manager: Manager
-) -> None:
-    def dropping(x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = torch.native_dropout(x * 1.5, 0.5, True)[0].tanh()
-        return x
-
-    def run(keep: Any) -> Tensor:
-        torch.manual_seed(3)
-        init_chunk_handler(None, None, 1)
-        x = source()
-        y = checkpoint(dropping, x, use_reentrant=False, context_fn=selective_contexts(keep))
-        let_go(manager)
-        (grad,) = torch.autograd.grad(y.sum(), [x])
-        step_end()
-        return grad
-
-    torch.manual_seed(3)
-    x = source()
-    (expected,) = torch.autograd.grad(dropping(x).sum(), [x])
-    assert torch.equal(expected, run({(aten.native_dropout.default, kept_number)}))
 
 
 class Branching(nn.Module):

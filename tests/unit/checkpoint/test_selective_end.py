@@ -137,18 +137,6 @@ def test_without_gradients_nothing_is_kept_and_nothing_said(caplog: pytest.LogCa
     assert caplog.records == []
 
 
-def test_switched_off_the_outputs_stay_and_nothing_is_said(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
-) -> None:
-    blocks = build_blocks()
-    expected = train(blocks, plain)
-    manager.disable_offload()
-    found, stats = train_step(blocks, kept)
-    assert_bits(expected, found)
-    assert stats.saved == 0
-    assert caplog.records == []
-
-
 def test_without_a_chunk_the_outputs_stay_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     blocks = build_blocks()
     expected = train(blocks, plain)

@@ -133,22 +133,20 @@ def test_a_policy_is_not_asked_about_what_the_engine_computes(manager: PipelineO
     assert spilled == [2 * BLOCKS, 0]
 
 
-def test_a_policy_that_keeps_a_view_is_refused_with_the_operators_name() -> None:
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (lambda ctx, op, *args, **kwargs: op is aten.t.default, "aten.t.default returns a view of its input"),
+        (
+            lambda ctx, op, *args, **kwargs: "keep",
+            r"the policy answered 'keep' for aten\..*; must be a bool or",
+        ),
+    ],
+)
+def test_a_policy_that_keeps_a_view_or_answers_otherwise_is_refused(policy: Any, message: str) -> None:
     init_chunk_handler(None, None, 1)
-    with pytest.raises(ValueError, match=r"aten.t.default returns a view of its input"):
-        forward(
-            build_blocks(),
-            source(),
-            lambda block, h: kept(block, h, lambda ctx, op, *args, **kwargs: op is aten.t.default),
-        )
-
-
-def test_an_answer_that_is_none_is_refused() -> None:
-    init_chunk_handler(None, None, 1)
-    with pytest.raises(ValueError, match=r"the policy answered 'keep' for aten\..*; must be a bool or"):
-        forward(
-            build_blocks(), source(), lambda block, h: kept(block, h, lambda ctx, op, *args, **kwargs: "keep")
-        )
+    with pytest.raises(ValueError, match=message):
+        forward(build_blocks(), source(), lambda block, h: kept(block, h, policy))
 
 
 # -- a region that does not repeat itself --------------------------------------------------------------------
@@ -208,18 +206,6 @@ def test_operators_that_are_never_called_are_named_once_with_those_that_are(
     message = record.getMessage()
     assert f"{BLOCKS} checkpointed forwards called none of aten.addmm.default, aten.bmm.default" in message
     assert "aten.mm.default" in message.split("They called", 1)[1]
-
-
-def test_operators_of_which_some_are_called_are_no_cause_for_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A list for every kind of device names operators that this one does not have."""
-    with caplog.at_level(logging.INFO, "offload.checkpoint.net"):
-        for _ in range(2):
-            train_step(build_blocks(), lambda block, h: kept(block, h, {MM, aten.bmm.default}))
-    (record,) = caplog.records
-    assert record.levelno == logging.INFO
-    assert record.getMessage() == "selective_contexts() keeps aten.mm.default; not called: aten.bmm.default"
 
 
 def test_a_policy_that_keeps_nothing_is_named(caplog: pytest.LogCaptureFixture) -> None:
