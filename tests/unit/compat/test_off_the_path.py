@@ -41,11 +41,11 @@ def model(x):
 @pytest.mark.parametrize(
     ("made", "ended"),
     [
-        (_APPLIED.format(mode="groups", more=", min_numel=1"), "handle.remove()"),
+        (_APPLIED.format(mode="groups", more=", min_numel=1, weights='host'"), "handle.remove()"),
         (_APPLIED.format(mode="watermark", more=", high='1MB'"), "handle.remove()"),
         (_MARKED, "assert offload.step_end().spilled == 1"),
     ],
-    ids=["groups", "watermark", "marks"],
+    ids=["groups and weights", "watermark", "marks"],
 )
 def test_a_training_step_imports_none_of_it(made: str, ended: str) -> None:
     with forked(_STEP.format(made=made, ended=ended)) as process:

@@ -35,7 +35,6 @@ from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import DtypeMismatchError, InvalidStateTransitionError, OffloadError, OffloadOOMError
 from offload.transfer.copier import Priority
 from offload.weights.order import Pass
-from tests.forks import forked
 from tests.inside import streams_from, watchers_of
 from tests.unit.weights.streamed import BLOCK_BYTES, ROWS, WIDTH, Model, squares
 
@@ -858,19 +857,6 @@ def test_switched_off_it_does_nothing() -> None:
     assert all(not module._forward_hooks for module in model.modules())
     runtime.shutdown()
     runtime.shutdown()
-
-
-def test_the_default_path_does_not_import_it() -> None:
-    code = (
-        "import sys, torch, offload\n"
-        "model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(3)))\n"
-        "handle = offload.apply(model, weights='host')\n"
-        "model(torch.randn(2, 1024)).sum().backward()\n"
-        "handle.remove()\n"
-        "print([name for name in sys.modules if name.startswith('offload.compat.stagehand')])\n"
-    )
-    with forked(code) as process:
-        assert process.ended() == (0, "[]\n", "")
 
 
 @contextmanager
