@@ -395,32 +395,28 @@ def test_weights_that_train_come_with_their_block_and_frozen_again_by_the_expert
         assert len(by_expert(pair.handle)) == 2 * LAYERS
 
 
+@pytest.mark.parametrize("ends", ["step", "handle"])
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_the_step_ends_between_a_forward_and_its_backward(reentrant: bool | None) -> None:
+def test_the_step_or_the_streaming_ends_between_a_forward_and_its_backward(
+    reentrant: bool | None, ends: str
+) -> None:
     """What the forward saved as a part of its block, the backward reads by the expert, or whole."""
     for make in (Model, Loops):
         with mixtures(make(reentrant=reentrant) if make is Loops else make(reentrant)) as pair:
             x = torch.randn(4, WIDTH)
+            if ends == "handle":
+                train(pair, 2, rows=4)
             losses = [model(x).square().sum() for model in (pair.model, pair.plain)]
-            pair.stream.end_step()
-            assert by_expert(pair.handle)
+            if ends == "step":
+                pair.stream.end_step()
+                assert by_expert(pair.handle)
+            else:
+                pair.handle.remove()
             for loss in losses:
                 loss.backward()
             pair.check_gradients()
-            train(pair, 2)
-
-
-@pytest.mark.parametrize("reentrant", [None, False])
-def test_a_backward_after_remove(reentrant: bool | None) -> None:
-    for make in (Model, Loops):
-        with mixtures(make(reentrant=reentrant) if make is Loops else make(reentrant)) as pair:
-            train(pair, 2, rows=4)
-            x = torch.randn(4, WIDTH)
-            losses = [model(x).square().sum() for model in (pair.model, pair.plain)]
-            pair.handle.remove()
-            for loss in losses:
-                loss.backward()
-            pair.check_gradients()
+            if ends == "step":
+                train(pair, 2)
 
 
 def test_a_second_derivative_is_torchs() -> None:

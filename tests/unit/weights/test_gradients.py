@@ -72,7 +72,6 @@ def weight_of(model: Any, layer: int = 3) -> Any:
 
 
 # -- accumulation --------------------------------------------------------------------------------------------
-@pytest.mark.req("S3-81")
 class _TwoDtypes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -103,6 +102,7 @@ def test_norms_are_taken_of_each_dtype_as_it_was_asked_for() -> None:
             optimizer.close()
 
 
+@pytest.mark.req("S3-81")
 @pytest.mark.parametrize("weights", [None, "host"])
 @pytest.mark.parametrize("mode", [False, "groups", "hidden_states", "checkpoint", "selective"])
 def test_microbatches_add_up_in_every_mode(mode: Any, weights: Any) -> None:

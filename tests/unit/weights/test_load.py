@@ -362,17 +362,6 @@ def test_int8_weights_of_files_that_are_not_finite_are_named_and_can_come_later(
     handle.remove()
 
 
-def test_a_state_dict_that_is_assigned_is_quantised(plain: Whole) -> None:
-    model = frozen(on_meta())
-    with offload.apply(model, weights="host", quantize="int8") as handle:
-        model.load_state_dict(copy.deepcopy(plain.state_dict()), assign=True)
-        model.again.weight = model.embed.weight
-        model.turned.angles = plain.turned.angles.clone()
-        pair = Pair(model, frozen(plain), handle)
-        expand_as(pair)
-        pair.train()
-
-
 def test_the_weights_beside_those_of_a_slab_come_from_files(plain: Whole, folder: Path) -> None:
     model = frozen(copy.deepcopy(plain))
     handle = offload.apply(model, weights="host", quantize="int8")
@@ -443,13 +432,17 @@ def test_before_its_values_have_come_a_model_says_so_and_can_be_removed(plain: W
     assert torch.equal(model(x), plain(x))
 
 
-def test_a_state_dict_that_is_assigned_gives_values_as_well(plain: Whole) -> None:
-    model = on_meta()
-    with offload.apply(model, weights="host") as handle:
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_state_dict_that_is_assigned_gives_values_as_well(plain: Whole, quantize: Any) -> None:
+    model, plain = (each if quantize is None else frozen(each) for each in (on_meta(), plain))
+    with offload.apply(model, weights="host", quantize=quantize) as handle:
         model.load_state_dict(copy.deepcopy(plain.state_dict()), assign=True)
         model.again.weight = model.embed.weight  # a state dict ties nothing
         model.turned.angles = plain.turned.angles.clone()
-        Pair(model, plain, handle).train()
+        pair = Pair(model, plain, handle)
+        if quantize is not None:
+            expand_as(pair)
+        pair.train()
 
 
 def test_a_model_that_is_on_meta_in_part(plain: Whole, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from offload.errors import HostBudgetError
 from offload.modules.weights import weights_limit
 from tests.inside import streams_from
 from tests.unit.groups.stack import build_manager, installed
-from tests.unit.weights.streamed import BLOCK_BYTES, BLOCKS, ROWS, WIDTH, Model, squares, streamed
+from tests.unit.weights.streamed import BLOCK_BYTES, BLOCKS, ROWS, WIDTH, Block, Model, squares, streamed
 
 
 @pytest.fixture(autouse=True)
@@ -84,10 +84,17 @@ def test_host_memory_that_ends_while_weights_move_leaves_them_as_they_were(
     assert torch.equal(model(x), plain(x))
 
 
-def test_a_model_of_which_nothing_streams() -> None:
-    model = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8))
-    with pytest.raises(ValueError, match=r"no weight of Sequential that streams: 4 are smaller than 256"):
-        offload.apply(model, weights="host")
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        (lambda: nn.LayerNorm(8), {}, r"no weight of Sequential that streams: 6 are smaller than 256"),
+        (lambda: torch.jit.script(nn.Linear(WIDTH, WIDTH)), {}, r"0 is a module of torch\.jit"),
+        (Block, {"modules": "*.up"}, "name whole blocks with blocks"),
+    ],
+)
+def test_models_and_modules_that_do_not_stream(build: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        offload.apply(nn.Sequential(*(build() for _ in range(3))), weights="host", **options)
 
 
 def test_a_model_that_is_streamed_already(model: Model) -> None:
@@ -147,17 +154,6 @@ def test_compiled_blocks() -> None:
         for model in (pair.model, pair.plain):
             for layer in model.layers:
                 layer._compiled_call_impl = None
-
-
-def test_scripted_blocks() -> None:
-    scripted = nn.Sequential(*(torch.jit.script(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
-    with pytest.raises(ValueError, match=r"0 is a module of torch\.jit"):
-        offload.apply(scripted, weights="host")
-
-
-def test_modules_without_a_mode() -> None:
-    with pytest.raises(ValueError, match="name whole blocks with blocks"):
-        offload.apply(Model(), weights="host", modules="*.up")
 
 
 def test_the_hybrid_optimizer_does_not_step_what_streams_whichever_comes_first(model: Model) -> None:

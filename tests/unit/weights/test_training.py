@@ -419,25 +419,6 @@ def test_functional_calls_and_transforms() -> None:
         assert all(torch.equal(mine, its) for mine, its in zip(*results, strict=True))
 
 
-def test_threads_that_evaluate_one_model_beside_each_other() -> None:
-    with streamed(frozen=True) as pair:
-        inputs = [torch.randn(ROWS, WIDTH) for _ in range(3)]
-        expected = [pair.plain(x) for x in inputs]
-        wrong: list[object] = []
-
-        def evaluate(number: int) -> None:
-            try:
-                for _ in range(10):
-                    if not torch.equal(pair.model(inputs[number]), expected[number]):
-                        wrong.append(number)
-            except Exception as error:
-                wrong.append(error)
-
-        threads = [threading.Thread(target=evaluate, args=(number,)) for number in range(len(inputs))]
-        run_all(threads)
-        assert wrong == []
-
-
 def test_two_models_and_one_that_is_dropped() -> None:
     with streamed() as pair:
         hooks = len(_global_optimizer_post_hooks)
