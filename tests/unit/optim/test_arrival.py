@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -161,36 +160,6 @@ def test_a_compiled_forward_waits_for_all_weights_and_from_then_on_step_does(
     optimizer.close()
 
 
-def test_a_module_waits_for_its_own_weights_at_a_cost_that_does_not_grow_with_the_model() -> None:
-    """The set of pending buckets was built anew in every module's hook."""
-
-    def calls_a_module(count: int) -> float:
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(count)])
-        optimizer = hybrid(model, model=model, engine=engine(), bucket_bytes=1024)
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        for bucket in optimizer._steps.in_order:
-            bucket.done.wait()
-        calls = 0
-
-        def count_call(frame: Any, event: str, _: object) -> None:
-            nonlocal calls
-            ours = "offload/optim" in frame.f_code.co_filename or "offload/params" in frame.f_code.co_filename
-            calls += event == "call" and ours
-
-        sys.setprofile(count_call)
-        model(torch.ones(1, 4))
-        sys.setprofile(None)
-        optimizer.close()
-        return calls / count
-
-    few, many = calls_a_module(100), calls_a_module(1000)
-    assert many <= few * 1.05
-    assert many <= 25
-
-
 @pytest.mark.parametrize("make", [net, attention])
 def test_nothing_is_said_where_every_weight_is_asked_for(
     make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
@@ -240,17 +209,6 @@ def test_a_copy_of_the_model_has_the_new_weights_and_waits_for_nobody(
     )
     optimizer.close()
     other(torch.ones(2, WIDTH)).sum().backward()
-
-
-def test_a_copy_of_the_root_has_the_roots_own_new_weights() -> None:
-    model = OwnWeight()
-    optimizer = hybrid(model, model=model, cpu_share=1.0, engine=engine(), fused=True)
-    model(torch.ones(2, WIDTH)).sum().backward()
-    optimizer.step()
-    other = copy.deepcopy(model)
-    optimizer.synchronize_parameters()
-    assert_same_bits([p.detach() for p in other.parameters()], [p.detach() for p in model.parameters()])
-    optimizer.close()
 
 
 @pytest.mark.parametrize("how", [pickle.dumps, copy.deepcopy, copy.copy])

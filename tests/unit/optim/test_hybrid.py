@@ -437,18 +437,6 @@ def test_zero_grad_works_both_ways_and_clears_decoupled_gradients(
     assert all(p.grad is None and p.decoupled_grad is None for p in model.parameters())  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("options", PLACES)
-def test_gradients_zeroed_in_place_while_the_step_runs_do_not_reach_it(options: dict[str, Any]) -> None:
-    def trained(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-        for step in range(4):
-            backward(model, step)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        return weights(model, optimizer)
-
-    assert_torchs_bits(trained, **options)
-
-
 @pytest.mark.req("S3-37")
 @pytest.mark.parametrize("options", PLACES[:-1])
 def test_a_decoupled_gradient_is_used_in_place_of_grad(options: dict[str, Any]) -> None:
@@ -504,14 +492,6 @@ def test_a_step_without_any_gradient_changes_nothing(model: nn.Module) -> None:
     before = weights(model, optimizer)
     optimizer.step()
     assert_same_bits(weights(model, optimizer), before)
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_a_closed_optimizer_has_no_bytes_on_the_host(share: float) -> None:
-    optimizer = hybrid(net(), cpu_share=share)
-    assert optimizer.host_bytes > 0
-    optimizer.close()
-    assert optimizer.host_bytes == 0
 
 
 def test_a_dummy_step_knows_a_parameter_that_was_put_into_a_group_since(model: nn.Module) -> None:
@@ -575,15 +555,6 @@ def test_parameters_without_elements_are_no_trouble() -> None:
             empty.grad, full.grad = torch.zeros(0, 5), torch.ones(20)
             optimizer.step()
             assert full.detach().max() < 1
-
-
-def test_the_order_error_of_autograd_still_sees_a_step_between_forward_and_backward(model: nn.Module) -> None:
-    optimizer = hybrid(model, model=model)
-    backward(model, 0)
-    loss = model(torch.randn(8, 33)).square().mean()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 # -- weights changed by others -------------------------------------------------------------------------------
@@ -668,20 +639,4 @@ def test_without_a_gradient_the_norm_is_a_zero_as_torchs(model: nn.Module) -> No
     optimizer = hybrid(model)
     norm, torchs = optimizer.clip_grad_norm_(1.0), nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert (norm.shape, norm.dtype, float(norm)) == (torchs.shape, torchs.dtype, float(torchs))
-    optimizer.close()
-
-
-def test_what_a_state_dict_has_beside_tensors_is_a_copy_of_it(model: nn.Module) -> None:
-    class Noting(AdamW):
-        def step(self, closure: Any = None) -> Any:
-            found = super().step(closure)
-            for entry in self.state.values():
-                entry.setdefault("seen", []).append(1)
-            return found
-
-    optimizer = hybrid(model, cpu_share=1.0, cpu_optimizer_cls=Noting)
-    train(model, optimizer, 1)
-    saved = optimizer.state_dict()["state"][0]["seen"]
-    train(model, optimizer, 1)
-    assert (saved, optimizer.state_dict()["state"][0]["seen"]) == ([1], [1, 1])
     optimizer.close()

@@ -88,15 +88,6 @@ def test_when_step_returns_nothing_reads_gradients_any_more(share: float) -> Non
     assert_same(loop, shares=(share,))
 
 
-def test_step_leaves_no_thread_behind_once_its_optimizer_is_dropped() -> None:
-    before = threading.active_count()
-    model, optimizer, expected = on_its_way("step", 1.0)
-    del optimizer
-    gc.collect()
-    assert threading.active_count() <= before
-    assert all(map(torch.equal, copies(model), expected))
-
-
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_an_optimizer_that_is_dropped_gives_its_host_memory_back(overlap: Overlap) -> None:
     model, engine = net(), OffloadEngine(device=SimDevice())
