@@ -20,23 +20,27 @@ from offload.errors import HazardError
 @dataclass(frozen=True)
 class Edge:
     """One note. hazard: its kind, as the error says it without the edge; sides: what the error says of the
-    two operations, the lanes or patterns."""
+    two operations, as patterns."""
 
     run: Callable[[SimDevice], None]
     hazard: str
     sides: tuple[str, str]
     executor: ExecutorName = "late"
 
-    def run_without(self, title: str) -> None:
-        self.run(SimDevice(executor=self.executor, without={title}))
+    def check_with(self, title: str, device: SimDevice, executor: ExecutorName) -> None:
+        """The program runs, and has used the edge of this title where it shows."""
+        self.run(device)
+        assert device.waits[title] > 0 or executor != self.executor, "the scenario does not use its edge"
 
-    def message_without(self, title: str) -> str:
-        """The hazard's message, which says its kind and names the edge of this title as left out."""
+    def check_without(self, title: str) -> str:
+        """The hazard that the program meets: its message says its kind and sides and names the edge of
+        this title as left out."""
         with pytest.raises(HazardError) as caught:
-            self.run_without(title)
+            self.run(SimDevice(executor=self.executor, without={title}))
         message = str(caught.value)
         assert message.startswith(f"{self.hazard} hazard on bytes "), message
         assert f"'{title}'" in message.split("edges left out of ", 1)[1], message
+        assert all(re.search(side, message) for side in self.sides), message
         return message
 
 
