@@ -430,11 +430,3 @@ def test_11_name_that_no_layer_has_is_refused_with_the_names_that_there_are() ->
         match=r"attn_proj saves core_attn's output, .* choose core_attn too, or leave attn_proj out",
     ):
         TransformerConfig(offload_modules=frozenset({"attn_proj"}), **shape)
-
-
-@pytest.mark.usefixtures("manager")
-def test_11_hooks_without_a_group_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    init_chunk_handler(None, None, 1)
-    with caplog.at_level(logging.WARNING, "offload"), offload_hooks():
-        leaf().square().sum().backward()
-    assert "nothing saved in it will leave; call group_start first" in caplog.text

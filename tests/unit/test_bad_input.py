@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import offload
 from offload import (
@@ -24,7 +23,6 @@ from offload import (
     OffloadEngine,
     OffloadTensorGroup,
     PipelineOffloadManager,
-    StaleHandleError,
     configure,
     group_commit,
     group_start,
@@ -247,44 +245,3 @@ def observed(manager: PipelineOffloadManager) -> tuple[Any, ...]:
         manager.cpu_tensor_pool.stats,
         dict(getattr(engine.device, "waits", {})),
     )
-
-
-def saved_in_a_group(x: Tensor) -> Tensor:
-    x = group_start(x, "a")
-    with offload_hooks():
-        y = x * x
-    return group_commit(y, "a")
-
-
-@pytest.mark.usefixtures("manager")
-def test_backward_after_the_step_has_ended_names_the_tensor_and_says_what_to_do() -> None:
-    init_chunk_handler(None, None, 1)
-    y = saved_in_a_group(torch.randn(64, requires_grad=True))
-    offload.step_end()
-    with pytest.raises(
-        StaleHandleError,
-        match=(
-            r"s0m0/a#0\[0\] \(256 bytes\) was saved in a step that has ended; run its "
-            r"backward before step_end"
-        ),
-    ):
-        y.sum().backward()
-
-
-@pytest.mark.usefixtures("manager")
-def test_write_in_place_to_what_was_saved_is_the_error_that_autograd_would_raise() -> None:
-    init_chunk_handler(None, None, 1)
-    leaf = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
-    x = group_start(leaf * 1, "a")
-    with offload_hooks():
-        y = x * x
-    y = group_commit(y, "a")
-    x.add_(1)
-    with pytest.raises(
-        RuntimeError,
-        match=(
-            r"modified by an inplace operation: torch\.float64 \[4, 16\] is at version 1, "
-            r"expected version 0"
-        ),
-    ):
-        y.sum().backward()

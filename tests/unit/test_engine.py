@@ -64,14 +64,6 @@ def test_an_engine_without_a_config_has_the_default_one() -> None:
     assert OffloadEngine(device="sim").config == OffloadConfig()
 
 
-@pytest.mark.parametrize("config", [{"piece_bytes": 1}, 1024, "default"])
-def test_a_config_of_another_type_is_refused(config: Any) -> None:
-    with pytest.raises(
-        ValueError, match=rf"config is a {type(config).__name__}, must be an OffloadConfig, or None"
-    ):
-        OffloadEngine(config, device="sim")
-
-
 # -- a step's end --------------------------------------------------------------------------------------------
 def test_the_figures_of_a_step_are_exact() -> None:
     rig = Rig(max_restoring_bytes=0)

@@ -413,36 +413,33 @@ def test_marked_tensor_stays(manager: PipelineOffloadManager, mark: Any) -> None
 # ---- graphs ----
 
 
-def sent_before_the_flush(manager: PipelineOffloadManager, close: Any) -> bool:
+@pytest.mark.parametrize(
+    ("core", "in_a_replay", "sent"),
+    [("0.16", False, False), ("0.16", True, False), ("0.19", False, True), ("0.19", True, False)],
+)
+def test_a_delay_waits_for_the_flush_and_that_of_0_19_in_a_replay_alone(
+    manager: PipelineOffloadManager, core: str, in_a_replay: bool, sent: bool
+) -> None:
+    def has_left() -> bool:
+        return any(record.state.name != "RESIDENT" for record in manager.living_blocks())
+
+    if in_a_replay:
+        Interface.enter_replay()
     begin()
     opened = Interface(True, leaf() * 1, "moe_act")
     with opened as x:
         y = x.sin()
-    y = close(opened, y)
-    chunk = manager.cur_forward_chunk()
-    assert chunk is not None
-    sent = any(record.state.name != "RESIDENT" for record in manager.living_blocks())
+    if core == "0.16":
+        y = Interface.group_commit(y, "moe_act", delay_offload=True)
+    else:
+        y = opened.group_offload(y, delay_offload=True)
+    assert has_left() is sent
     Interface.flush_delayed_groups()
-    assert any(record.state.name != "RESIDENT" for record in manager.living_blocks())
+    assert has_left()
     y.sum().backward()
     Interface.reset()
-    return sent
-
-
-def test_delay_of_0_16_waits_for_the_flush_replay_or_not(manager: PipelineOffloadManager) -> None:
-    assert not sent_before_the_flush(
-        manager, lambda opened, y: Interface.group_commit(y, "moe_act", delay_offload=True)
-    )
-
-
-def test_delay_of_0_19_outside_a_replay_is_none(manager: PipelineOffloadManager) -> None:
-    assert sent_before_the_flush(manager, lambda opened, y: opened.group_offload(y, delay_offload=True))
-
-
-def test_delay_of_0_19_inside_a_replay_waits_for_the_flush(manager: PipelineOffloadManager) -> None:
-    Interface.enter_replay()
-    assert not sent_before_the_flush(manager, lambda opened, y: opened.group_offload(y, delay_offload=True))
-    Interface.exit_replay()
+    if in_a_replay:
+        Interface.exit_replay()
 
 
 @pytest.mark.usefixtures("manager")
