@@ -14,9 +14,9 @@ import torch
 from offload import PipelineOffloadManager, engine
 from offload.telemetry import speaker
 from scripts.requirements_table import TABLE, ProofsThatRan, read_rows
-from tests.fixtures import manager, mesh, no_manager, one_rank, one_thread, rig, rigs_end
+from tests.fixtures import manager, mesh, no_manager, one_rank, one_thread, rig, rigs_end, small_streams
 
-__all__ = ["manager", "mesh", "no_manager", "one_rank", "one_thread", "rig", "rigs_end"]
+__all__ = ["manager", "mesh", "no_manager", "one_rank", "one_thread", "rig", "rigs_end", "small_streams"]
 
 ROWS = read_rows()
 

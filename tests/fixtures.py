@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from offload import PipelineOffloadManager
+from tests.inside import streams_from
 from tests.unit.groups.stack import build_manager, installed
 from tests.unit.saved.rig import Rig
 
@@ -53,6 +54,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def small_streams() -> Iterator[None]:
+    """Weights of 64 elements stream already."""
+    with streams_from(64):
+        yield
 
 
 @pytest.fixture

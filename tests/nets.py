@@ -1,12 +1,17 @@
-"""The block and the model that tests of several folders train."""
+"""The block and the model that tests of several folders train, and functions that they compute with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.utils.checkpoint import checkpoint
+
+from offload.device.sim import SimDevice
 
 
 class Block(nn.Module):
@@ -45,3 +50,44 @@ class Stack(nn.Module):
             if number not in skip:
                 x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
         return self.head(x)
+
+
+class ProductKeptOnCtx(torch.autograd.Function):
+    """sin(x @ w). The product is an attribute of ctx, where no saved-tensor hook sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.product = x @ w
+        return ctx.product.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return grad_output * ctx.product.cos(), None
+
+
+class Summed(torch.autograd.Function):
+    """The sum over all ranks, by a collective that autograd records."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        summed: Tensor = functional_collectives.all_reduce(x, "sum", dist.group.WORLD)
+        return summed * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Computes(torch.autograd.Function):
+    """Takes so much of the simulated device's time, once in the forward and twice in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, device: SimDevice, seconds: float) -> Tensor:
+        ctx.device, ctx.seconds = device, seconds
+        device.compute_for(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.device.compute_for(2 * ctx.seconds)
+        return gradients[0], None, None

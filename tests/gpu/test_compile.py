@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from offload import PipelineOffloadManager, StepStats, group_commit, group_start, offload_hooks
 from tests.gpu.workbench import DEVICE, Action, assert_same_bits, build_manager, installed, one_f_one_b
+from tests.nets import ProductKeptOnCtx
 
 pytestmark = pytest.mark.gpu
 
@@ -49,23 +50,9 @@ class MarkedBlock(Block):
         return group_commit(super().forward(group_start(x, "block", hooks=True)), "block")
 
 
-class _ProductKeptOnCtx(torch.autograd.Function):
-    """sin(x @ w); the product, 4 * ROWS * WIDTH bytes, is an attribute of ctx, where no saved-tensor hook
-    sees it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.product = x @ w
-        return ctx.product.sin()
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return grad_output * ctx.product.cos(), None
-
-
 class KeepingBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
-        return _ProductKeptOnCtx.apply(super().forward(x), self.down.weight.detach()[:, :WIDTH])
+        return ProductKeptOnCtx.apply(super().forward(x), self.down.weight.detach()[:, :WIDTH])
 
 
 def blocks_of(kind: type[Block]) -> list[Block]:

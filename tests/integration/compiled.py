@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 
 import offload
 from offload import OffloadConfig, PipelineOffloadManager, StepStats, configure
+from tests.nets import ProductKeptOnCtx
 
 WIDTH = 32
 DEPTH = 3
@@ -57,23 +58,9 @@ class MarkedBlock(Block):
         return offload.group_commit(super().forward(x), "block")
 
 
-class _ProductKeptOnCtx(torch.autograd.Function):
-    """sin(x @ w). The product, 4 * ROWS * WIDTH bytes, is an attribute of ctx, where no saved-tensor hook
-    sees it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ctx.product = x @ w
-        return ctx.product.sin()
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad_output * ctx.product.cos(), None
-
-
 class KeepingBlock(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _ProductKeptOnCtx.apply(super().forward(x), self.down.weight.detach()[:, :WIDTH])
+        return ProductKeptOnCtx.apply(super().forward(x), self.down.weight.detach()[:, :WIDTH])
 
 
 class MarkedKeepingBlock(KeepingBlock):

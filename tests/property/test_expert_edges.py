@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -23,19 +22,13 @@ from offload.device.sim import ExecutorName, SimDevice
 from offload.engine import OffloadEngine
 from offload.errors import HazardError
 from offload.groups.manager import GroupsManager
-from tests.inside import by_expert, leave_out, share_with_experts, streaming_of, streams_from, window_of
+from tests.inside import by_expert, leave_out, share_with_experts, streaming_of, window_of
+from tests.nets import Computes
 from tests.property.edges import devices
 
+pytestmark = pytest.mark.usefixtures("small_streams", "one_thread")
+
 WIDTH, HIDDEN = 16, 8
-
-
-@pytest.fixture(autouse=True)
-def small_weights_stream() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with streams_from(64):
-        yield
-    torch.set_num_threads(threads)
 
 
 class Experts(nn.Module):
@@ -234,19 +227,6 @@ def test_without_an_edge_the_same_program_has_a_hazard(title: str) -> None:
 
 
 # -- the law -------------------------------------------------------------------------------------------------
-class Busy(torch.autograd.Function):
-    """Compute of so many seconds in the forward, and of twice as many in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, device: SimDevice, seconds: float) -> Tensor:
-        ctx.device, ctx.seconds = device, seconds
-        device.compute_for(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.device.compute_for(2 * ctx.seconds)
-        return grad, None, None
 
 
 @pytest.mark.req("S3-59")
@@ -271,7 +251,7 @@ def test_a_step_takes_its_compute_or_its_missing_bytes_whichever_is_longer(compu
         window.share(window.nbytes // 4)
         seconds = compute * window.nbytes / layers / rate
         for layer in model.layers:
-            layer.register_forward_pre_hook(lambda _, args: (Busy.apply(args[0], device, seconds),))
+            layer.register_forward_pre_hook(lambda _, args: (Computes.apply(args[0], device, seconds),))
         for _ in range(4):
             train()
         begun, busy = device.compute.time_s, device.busy_s(device.h2d)

@@ -6,7 +6,7 @@ Bytes of gradients cross by the same code as those of weights, so four of the no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -17,18 +17,14 @@ from torch import Tensor, nn
 import offload
 from offload.device.sim import ExecutorName, SimDevice
 from offload.transfer.copier import Priority
-from tests.inside import gradients_of, streams_from
+from tests.inside import gradients_of
 from tests.property.edges import Edge, devices, edge_titles, noted_titles
 from tests.property.test_weight_edges import managed, net
 
+pytestmark = pytest.mark.usefixtures("small_streams")
+
 SOURCE = Path(__file__).resolve().parents[2] / "offload" / "weights" / "gradients.py"
 MICROBATCHES, STEPS = 3, 3
-
-
-@pytest.fixture(autouse=True)
-def small_gradients_leave() -> Iterator[None]:
-    with streams_from(64):
-        yield
 
 
 def backward(model: nn.Module, number: int) -> None:

@@ -25,20 +25,16 @@ from offload.groups.manager import GroupsManager
 from offload.optim import HybridDeviceOptimizer
 from offload.transfer.copier import Priority
 from offload.weights.stream import WeightStream
-from tests.inside import streaming_of, streams_from
+from tests.inside import streaming_of
 from tests.property.edges import Edge, devices, edge_titles, noted_titles
+
+pytestmark = pytest.mark.usefixtures("small_streams")
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = ("gradients.py", "experts.py", "window.py")
 """Whose notes test_gradient_edges.py and test_expert_edges.py have."""
 SOURCES = sorted(path for path in (ROOT / "offload" / "weights").rglob("*.py") if path.name not in OTHERS)
 WIDTH, STEPS = 16, 4
-
-
-@pytest.fixture(autouse=True)
-def small_weights_stream() -> Iterator[None]:
-    with streams_from(64):
-        yield
 
 
 class Block(nn.Module):

@@ -4,7 +4,6 @@ buffer or a random number, under any executor of the simulated device; and `remo
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,22 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import offload
-from tests.inside import exactly, streaming_of, streams_from
+from tests.inside import exactly, streaming_of
 from tests.property.apply_programs import Program, Run, programs
 from tests.property.test_apply_programs import bits, change_plan
 from tests.unit.groups.stack import build_manager, installed
 from tests.unit.weights.streamed import dequantized
 
+pytestmark = pytest.mark.usefixtures("small_streams", "one_thread")
+
 CHECKS = list(HealthCheck)
-
-
-@pytest.fixture(autouse=True)
-def small_weights_stream() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with streams_from(64):
-        yield
-    torch.set_num_threads(threads)
 
 
 def compare(program: Program, weights: str, **options: Any) -> None:

@@ -19,17 +19,9 @@ from offload.errors import HostBudgetError, PoolError
 from offload.memory.budget import LocalHostBudget
 from offload.telemetry.records import ClientStats
 from tests.inside import holds_lock
-from tests.unit.saved.rig import EXECUTORS, KIB, Rig, assert_equal_bits, leaf
+from tests.unit.saved.rig import EXECUTORS, KIB, Rig, assert_equal_bits, chain, leaf
 
 GIB = 1 << 30
-
-
-def chain(x: Tensor, length: int) -> Tensor:
-    """Saves `length` tensors, none of which anything else holds."""
-    x = x * 2
-    for _ in range(length):
-        x = x.sin()
-    return x.sum()
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -69,9 +61,9 @@ def test_the_figures_of_a_step_are_exact() -> None:
     rig = Rig(max_restoring_bytes=0)
     y = []
     with rig.group():
-        y.append(chain(leaf(), 3))
+        y.append(chain(leaf(), 3).sum())
     with rig.group(leaves=False):
-        y.append(chain(leaf(), 2))
+        y.append(chain(leaf(), 2).sum())
     rig.leave()
     for output in y:
         output.backward()
@@ -89,7 +81,7 @@ def test_the_figures_of_a_step_are_exact() -> None:
 def test_steps_are_counted_and_each_has_figures_of_its_own(rig: Rig) -> None:
     for step, length in enumerate((3, 1, 2)):
         with rig.group():
-            y = chain(leaf(), length)
+            y = chain(leaf(), length).sum()
         y.backward()
         del y
         stats = rig.end()
@@ -101,7 +93,7 @@ def test_steps_are_counted_and_each_has_figures_of_its_own(rig: Rig) -> None:
 def test_when_the_whole_backward_runs_all_that_left_has_come_back(executor: Any) -> None:
     rig = Rig(executor, seed=2)
     with rig.group():
-        outputs = [chain(leaf(), 4) for _ in range(3)]
+        outputs = [chain(leaf(), 4).sum() for _ in range(3)]
     rig.leave()
     torch.autograd.backward(outputs)
     outputs.clear()
@@ -117,7 +109,7 @@ def test_the_stall_of_a_step_is_reported_one_step_later() -> None:
     for rate in (50.0, 25.0):
         rig = Rig(device=SimDevice(executor="clock", d2h_gb_s=rate, h2d_gb_s=rate), max_restoring_bytes=0)
         with rig.group():
-            y = chain(leaf(), 1)
+            y = chain(leaf(), 1).sum()
         rig.leave()
         y.backward()
         del y
@@ -138,9 +130,9 @@ def test_an_empty_step_reports_zeros() -> None:
 # -- leftovers -----------------------------------------------------------------------------------------------
 def test_leftovers_are_dropped_with_one_warning(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     with rig.group():
-        _y = chain(leaf(), 3)
+        _y = chain(leaf(), 3).sum()
     with rig.group(leaves=False):
-        _z = chain(leaf(), 1)
+        _z = chain(leaf(), 1).sum()
     stats = rig.end()
     assert warnings_of(caplog) == [
         "step 0 ended with 4 saved tensors (4.10 kB) whose backward has not run; they are dropped, and "
@@ -155,7 +147,7 @@ def test_leftovers_are_dropped_with_one_warning(rig: Rig, caplog: pytest.LogCapt
 
 def test_a_step_that_ran_its_backward_warns_of_nothing(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     with rig.group():
-        y = chain(leaf(), 3)
+        y = chain(leaf(), 3).sum()
     y.backward()
     rig.end()  # y lives, and its graph holds nothing any more
     assert warnings_of(caplog) == []
@@ -165,7 +157,7 @@ def test_a_step_that_ran_its_backward_warns_of_nothing(rig: Rig, caplog: pytest.
 def test_a_leftover_leaves_nothing_behind_wherever_its_bytes_are(when: str) -> None:
     rig = Rig(piece_bytes=100 * KIB if when == "pending" else 1)
     with rig.group(commit=when != "pending"):
-        y = chain(leaf(), 3)
+        y = chain(leaf(), 3).sum()
     if when not in ("pending", "spilling"):
         rig.leave()
     if when == "restoring":
@@ -186,7 +178,7 @@ def test_ten_steps_with_a_leftover_each_hold_no_more_than_one(rig: Rig) -> None:
     held = set()
     for _ in range(10):
         with rig.group():
-            outputs.append(chain(leaf(), 4))
+            outputs.append(chain(leaf(), 4).sum())
         stats = rig.end()
         held.add((stats.host_bytes_held, stats.host_bytes_lent_peak))
     assert len(held) == 1
@@ -195,12 +187,12 @@ def test_ten_steps_with_a_leftover_each_hold_no_more_than_one(rig: Rig) -> None:
 
 def test_figures_of_a_dead_graph_do_not_reach_into_the_next_step(rig: Rig) -> None:
     with rig.group():
-        y = chain(leaf(), 3)
+        y = chain(leaf(), 3).sum()
     rig.leave()
     rig.end()
     del y  # its records die after the step that they belong to
     with rig.group():
-        z = chain(leaf(), 1)
+        z = chain(leaf(), 1).sum()
     z.backward()
     del z
     stats = rig.end()
@@ -247,7 +239,7 @@ def test_closing_drops_what_is_left_and_returns_every_pinned_byte(caplog: pytest
     budget = LocalHostBudget(GIB)
     rig = Rig(budget=budget)
     with rig.group():
-        _y = chain(leaf(), 3)
+        _y = chain(leaf(), 3).sum()
     assert budget.used_bytes > 0
     rig.engine.close()
     assert (budget.used_bytes, rig.engine.arena.held_bytes) == (0, 0)
@@ -256,7 +248,7 @@ def test_closing_drops_what_is_left_and_returns_every_pinned_byte(caplog: pytest
 
 def test_closing_while_a_forgotten_chunk_is_alive_is_an_error_and_unpins_nothing(rig: Rig) -> None:
     with rig.group():
-        y = chain(leaf(), 1)
+        y = chain(leaf(), 1).sum()
     rig.leave()
     held = rig.engine.arena.held_bytes
     rig.chunks.clear()
@@ -272,10 +264,10 @@ def test_an_engine_may_be_used_again_after_it_was_closed(rig: Rig) -> None:
     x = leaf()
     for _ in range(2):
         with rig.group():
-            y = chain(x, 3)
+            y = chain(x, 3).sum()
         rig.leave()
         (found,) = torch.autograd.grad(y, [x])
-        assert_equal_bits(list(torch.autograd.grad(chain(x, 3), [x])), [found])
+        assert_equal_bits(list(torch.autograd.grad(chain(x, 3).sum(), [x])), [found])
         del y
         rig.engine.close()
 
@@ -283,9 +275,9 @@ def test_an_engine_may_be_used_again_after_it_was_closed(rig: Rig) -> None:
 def test_two_engines_do_not_see_each_other() -> None:
     one, other = Rig(), Rig()
     with one.group():
-        y = chain(leaf(), 2)
+        y = chain(leaf(), 2).sum()
         with other.group():
-            z = chain(leaf(), 3)
+            z = chain(leaf(), 3).sum()
     assert (one.saved, other.saved) == (2, 3)
     y.backward()
     z.backward()
@@ -317,7 +309,7 @@ def test_a_step_may_end_while_another_thread_drops_graphs() -> None:
     for _ in range(30):
         with rig.group():
             for _ in range(3):
-                graphs.put(chain(leaf(), 2))
+                graphs.put(chain(leaf(), 2).sum())
         rig.engine.end_step()
     graphs.put(None)
     dropper.join()

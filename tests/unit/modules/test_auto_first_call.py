@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError
 
 import offload
 from offload import OffloadError, PipelineOffloadManager, RecomputeDiffersError
+from tests.nets import Summed
 from tests.unit.modules.test_auto import SLOW_LINK
 from tests.unit.modules.training import ROWS, WIDTH, Model, equal, train
 
@@ -240,15 +240,6 @@ def test_a_block_that_writes_to_its_input_in_a_later_call_only_is_an_error_with_
 
 
 # -- collectives ---------------------------------------------------------------------------------------------
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        summed: Tensor = functional.all_reduce(x, "sum", dist.group.WORLD)
-        return summed * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
 
 
 def in_place(block: Any, x: Tensor) -> Tensor:
@@ -271,7 +262,7 @@ class _Counted(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("body", "operator"),
     [
-        (lambda block, x: _Summed.apply(x), "_c10d_functional.all_reduce.default"),
+        (lambda block, x: Summed.apply(x), "_c10d_functional.all_reduce.default"),
         (in_place, "c10d.allreduce_.default"),
     ],
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -78,3 +80,31 @@ def assert_same(found: Any, expected: Any) -> None:
     assert grads.keys() == expected_grads.keys()
     wrong = [name for name in grads if not torch.equal(grads[name], expected_grads[name])]
     assert wrong == []
+
+
+def noted_marks(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[str]:
+    """What the module's layers call, in order, in place of offload's functions."""
+    said: list[str] = []
+
+    def start(tensor: Tensor, name: str) -> Tensor:
+        said.append(f"start {name}")
+        return tensor
+
+    @contextmanager
+    def hooks() -> Iterator[None]:
+        said.append("hooks")
+        yield
+        said.append("end")
+
+    def commit(tensor: Tensor, name: str) -> Tensor:
+        said.append(f"commit {name}")
+        return tensor
+
+    for name, function in (("group_start", start), ("offload_hooks", hooks), ("group_commit", commit)):
+        monkeypatch.setattr(module, name, function)
+    return said
+
+
+def marked(name: str) -> list[str]:
+    """What `noted_marks` has of a group that nothing else is in."""
+    return [f"start {name}", "hooks", "end", f"commit {name}"]

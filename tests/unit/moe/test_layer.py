@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -27,7 +25,18 @@ from moe import (
     stage_examples,
 )
 from tests.unit.groups.stack import EXECUTORS
-from tests.unit.moe.mixtures import BATCH, SMALL, assert_same, grads_of, loss_of, offloading, step, text
+from tests.unit.moe.mixtures import (
+    BATCH,
+    SMALL,
+    assert_same,
+    grads_of,
+    loss_of,
+    marked,
+    noted_marks,
+    offloading,
+    step,
+    text,
+)
 
 SETTINGS: dict[str, dict[str, Any]] = {
     **{name: {"offload_modules": {name}} for name in GROUP_NAMES if name != "attn_proj"},
@@ -45,30 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def marks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the layers call, in order, in place of offload's functions."""
-    said: list[str] = []
-
-    def start(tensor: Tensor, name: str) -> Tensor:
-        said.append(f"start {name}")
-        return tensor
-
-    @contextmanager
-    def hooks() -> Iterator[None]:
-        said.append("hooks")
-        yield
-        said.append("end")
-
-    def commit(tensor: Tensor, name: str) -> Tensor:
-        said.append(f"commit {name}")
-        return tensor
-
-    for name, function in (("group_start", start), ("offload_hooks", hooks), ("group_commit", commit)):
-        monkeypatch.setattr(moe.config, name, function)
-    return said
-
-
-def marked(name: str) -> list[str]:
-    return [f"start {name}", "hooks", "end", f"commit {name}"]
+    return noted_marks(monkeypatch, moe.config)
 
 
 @pytest.mark.req("S2-96", "S2-97")
@@ -113,7 +99,7 @@ def test_moe_act_commits_the_second_products_output_and_mlp_norm_the_residual_su
 @pytest.mark.parametrize("name", [name for name in GROUP_NAMES if name not in ("attn_proj", "expert_fc1")])
 def test_only_the_chosen_mark_is_set(marks: list[str], name: str) -> None:
     MixtureGPT(SMALL.with_(layers=1, shared_hidden=0), offload_modules={name})(text())
-    assert [each for each in marks if each != "end"] == [f"start {name}", "hooks", f"commit {name}"]
+    assert marks == marked(name)
 
 
 @functools.cache

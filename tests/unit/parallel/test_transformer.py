@@ -3,8 +3,6 @@ refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,6 +20,7 @@ from parallel.transformer import (
     saved_bytes_of_layer,
     stage_examples,
 )
+from tests.unit.moe.mixtures import marked, noted_marks
 
 SMALL = TransformerConfig(dim=32, layers=3, heads=4, kv_heads=2, ffn=64, sequence=16, seed=3)
 
@@ -32,26 +31,7 @@ def tokens(batch: int = 2) -> Tensor:
 
 @pytest.fixture
 def marks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the layers call, in order, in place of offload's functions."""
-    said: list[str] = []
-
-    def start(tensor: Tensor, name: str) -> Tensor:
-        said.append(f"start {name}")
-        return tensor
-
-    def commit(tensor: Tensor, name: str, **_: Any) -> Tensor:
-        said.append(f"commit {name}")
-        return tensor
-
-    @contextmanager
-    def hooks() -> Iterator[None]:
-        said.append("hooks")
-        yield
-
-    monkeypatch.setattr(parallel.transformer, "group_start", start)
-    monkeypatch.setattr(parallel.transformer, "group_commit", commit)
-    monkeypatch.setattr(parallel.transformer, "offload_hooks", hooks)
-    return said
+    return noted_marks(monkeypatch, parallel.transformer)
 
 
 @pytest.mark.parametrize("stages", [2, 3])
@@ -101,15 +81,15 @@ def test_layer_marks_all_its_groups_and_the_norms_commit_after_their_residual(ma
     config = SMALL.with_(layers=1, offload_modules=group_names("all"))
     build_stage_module(config, 0, 1)(tokens())
     assert marks == [
-        *("start attn_norm", "hooks"),
-        *("start qkv_linear", "hooks", "commit qkv_linear"),
-        *("start core_attn", "hooks", "commit core_attn"),
-        *("start attn_proj", "hooks", "commit attn_proj"),
+        *("start attn_norm", "hooks", "end"),
+        *marked("qkv_linear"),
+        *marked("core_attn"),
+        *marked("attn_proj"),
         "commit attn_norm",
-        *("start mlp_norm", "hooks"),
-        *("start mlp_fc1", "hooks", "commit mlp_fc1"),
-        *("start mlp_act", "hooks", "commit mlp_act"),
-        *("start mlp_fc2", "hooks", "commit mlp_fc2"),
+        *("start mlp_norm", "hooks", "end"),
+        *marked("mlp_fc1"),
+        *marked("mlp_act"),
+        *marked("mlp_fc2"),
         "commit mlp_norm",
     ]
 
@@ -123,7 +103,7 @@ def test_mlp_norm_commits_the_sum_with_the_residual(
     )
     module = build_stage_module(SMALL.with_(offload_modules=frozenset({"mlp_norm"})), 1, 3)
     output = module(torch.randn(2, SMALL.sequence, SMALL.dim))
-    assert marks == ["start mlp_norm", "hooks"]
+    assert marks == ["start mlp_norm", "hooks", "end"]
     assert len(committed) == 1
     assert committed[0] is output
 
@@ -131,7 +111,7 @@ def test_mlp_norm_commits_the_sum_with_the_residual(
 @pytest.mark.parametrize("name", [name for name in GROUP_NAMES if name != "attn_proj"])
 def test_only_the_chosen_mark_is_set(marks: list[str], name: str) -> None:
     build_stage_module(SMALL.with_(layers=1, offload_modules=frozenset({name})), 0, 1)(tokens())
-    assert marks == [f"start {name}", "hooks", f"commit {name}"]
+    assert marks == marked(name)
 
 
 @pytest.mark.req("S2-96")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -19,6 +18,7 @@ from offload import PipelineOffloadManager, group_commit, group_start
 from offload.planner.operators import kind_of, may_differ
 from offload.planner.profile import BlockProfile
 from offload.planner.profiler import BlockProfiler
+from tests.nets import Summed
 from tests.unit.checkpoint.regions import FC1_BYTES, INPUT_BYTES, MM, ROWS, WIDTH, Block, assert_bits
 from tests.unit.planner.families import build, profiled, run, run_plain, seeded, watched
 
@@ -210,20 +210,11 @@ def test_a_profile_holds_for_other_inputs_though_they_call_other_experts(
 
 
 # -- collectives ---------------------------------------------------------------------------------------------
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        summed: Tensor = functional.all_reduce(x, "sum", dist.group.WORLD)
-        return summed * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_functional_collectives_are_kept_at_every_level_and_their_groups_are_named(manager: Manager) -> None:
-    block = Of(lambda x, w, v: torch.tanh(torch.tanh(_Summed.apply(torch.tanh(x @ w)) * 2.0) @ v))
+    block = Of(lambda x, w, v: torch.tanh(torch.tanh(Summed.apply(torch.tanh(x @ w)) * 2.0) @ v))
     args = (seeded(ROWS, WIDTH),)
     expected = run_plain(block, args, {})
     profile = profile_of(manager, block)

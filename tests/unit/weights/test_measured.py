@@ -14,27 +14,13 @@ from offload import OffloadEngine, PipelineOffloadManager
 from offload.device.sim import SimDevice
 from offload.policy.streamed import best_plans
 from tests.inside import streaming_of, streams_from
+from tests.nets import Computes
 from tests.unit.groups.stack import installed
 
 WIDTH, BLOCKS, ROWS = 64, 8, 4
 BLOCK_BYTES = WIDTH * WIDTH * 4
 LINK_GB_S = 1.0
 COPY_S = BLOCK_BYTES / (LINK_GB_S * 1e9)
-
-
-class Computes(torch.autograd.Function):
-    """Takes so much of the simulated device's time, once in the forward and twice in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, device: SimDevice, seconds: float) -> Tensor:
-        ctx.device, ctx.seconds = device, seconds
-        device.compute_for(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        ctx.device.compute_for(2 * ctx.seconds)
-        return gradients[0], None, None
 
 
 class Block(nn.Module):
