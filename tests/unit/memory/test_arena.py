@@ -16,7 +16,7 @@ from offload.errors import HostBudgetError, OffloadError, PoolError
 from offload.memory.arena import HostArena
 from offload.memory.budget import LocalHostBudget, SharedHostBudget
 from tests.inside import checksum_of
-from tests.unit.memory.fakes import KIB, PIECE, FakeDevice, FakeEvent, arena_on, taken
+from tests.unit.memory.fakes import PIECE, FakeDevice, FakeEvent, arena_on, taken
 
 
 # -- growth --------------------------------------------------------------------------------------------------
@@ -42,12 +42,6 @@ def test_default_registrations_are_of_64_mib_because_larger_ones_stop_kernel_lau
     arena.reserve(1025 << 20)
     assert [memory.nbytes >> 20 for memory in device.memories] == [1024, 64]
     assert {piece.numel() >> 20 for memory in device.memories for piece in memory.pieces} == {64}
-
-
-def test_a_tight_budget_is_used_to_the_page(device: FakeDevice) -> None:
-    limit_bytes = PIECE + 8 * KIB
-    arena = arena_on(device, limit_bytes=limit_bytes)
-    assert taken(arena, limit_bytes).nbytes == arena.held_bytes == limit_bytes
 
 
 def test_a_block_beyond_the_budget_is_missing_and_counted(device: FakeDevice) -> None:

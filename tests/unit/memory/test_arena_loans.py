@@ -130,22 +130,6 @@ def test_a_block_across_freed_blocks_waits_for_the_readers_of_all(device: FakeDe
     assert set(taken(arena, PIECE).after) == {events[0], events[2], events[3]}
 
 
-def test_one_event_of_many_blocks_is_waited_for_once(device: FakeDevice) -> None:
-    arena = arena_on(device, limit_bytes=PIECE)
-    event = FakeEvent("one transfer")
-    for block in [taken(arena, PIECE // 4) for _ in range(4)]:
-        arena.give_back(block, event)
-    assert taken(arena, PIECE).after == (event,)
-
-
-def test_a_range_that_nobody_reads_is_lent_before_one_that_somebody_does(device: FakeDevice) -> None:
-    arena = arena_on(device, limit_bytes=2 * PIECE)
-    read, unread = taken(arena, PIECE), taken(arena, PIECE)
-    arena.give_back(read, FakeEvent("restore"))
-    arena.give_back(unread, None)
-    assert taken(arena, PIECE).after == ()
-
-
 def test_the_number_of_events_asked_about_does_not_grow_with_the_number_pending(device: FakeDevice) -> None:
     arena = arena_on(device, limit_bytes=100 * PIECE)
     blocks = [taken(arena, 1 * KIB) for _ in range(1000)]

@@ -71,10 +71,6 @@ def test_held_bytes_come_to_the_target_or_less_than_a_piece_below(
     assert arena.trim(target_bytes) == 0
 
 
-def test_an_empty_arena_has_nothing_to_give(device: FakeDevice) -> None:
-    assert arena_on(device).trim(0) == 0
-
-
 def test_a_piece_that_is_partly_lent_is_not_touched(device: FakeDevice, arena: HostArena) -> None:
     blocks = [taken(arena, PIECE + 1 * KIB), taken(arena, 100), taken(arena, 3 * PIECE)]
     for block in blocks:
@@ -164,13 +160,6 @@ def test_an_event_that_has_passed_is_not_waited_for(device: FakeDevice, arena: H
     assert device.synchronized == []
 
 
-def test_one_event_of_many_pieces_is_waited_for_once(device: FakeDevice, arena: HostArena) -> None:
-    event = FakeEvent("one transfer")
-    arena.give_back(taken(arena, 8 * PIECE), event)
-    arena.trim(0)
-    assert device.synchronized == [event]
-
-
 def test_a_piece_that_cannot_be_unpinned_is_kept_and_lent_again(device: FakeDevice, arena: HostArena) -> None:
     device.keeps = True
     with pytest.raises(OffloadError, match="stays pinned"):
@@ -257,14 +246,6 @@ def test_clear_after_a_trim_releases_nothing_twice(device: FakeDevice, arena: Ho
     device.memories.clear()
     assert [slab() for slab in slabs] == [None, None], "the arena keeps nothing of them"
     assert taken(arena, PIECE).nbytes == PIECE
-
-
-@pytest.mark.parametrize("target_bytes", [0, 3 * PIECE])
-def test_closing_a_trimmed_arena_is_quiet(device: FakeDevice, arena: HostArena, target_bytes: int) -> None:
-    arena.trim(target_bytes)
-    arena.close()
-    assert device.host_bytes == arena.budget.used_bytes == 0
-    assert arena.trim(0) == 0
 
 
 # -- beside growth -------------------------------------------------------------------------------------------
