@@ -85,20 +85,6 @@ def test_graph_keeps_the_bytes_of_a_source_that_is_gone(device: SimDevice) -> No
     assert bool((bench.block == 7).all())
 
 
-def test_two_graphs_are_ordered_by_the_lane_that_replays_them(device: SimDevice) -> None:
-    bench = Bench(device)
-    with device.capture() as forward:
-        bench.send()
-        bench.join(device.d2h)
-    with device.capture() as backward:
-        bench.fetch()
-    for value in range(3):
-        bench.value = value
-        forward.replay()
-        backward.replay()
-        assert bool((bench.out == value).all())
-
-
 def test_graphs_on_lanes_that_nothing_orders_have_a_hazard(device: SimDevice) -> None:
     bench = Bench(device)
     side = device.new_compute_lane("side")

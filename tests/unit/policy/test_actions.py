@@ -19,18 +19,19 @@ def test_an_action_prints_stage_kind_microbatch_and_parses_back() -> None:
         assert parse_action(str(action)) == action
 
 
-def test_the_first_of_four_ranks_runs_three_forwards_then_alternates() -> None:
-    expected = "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0F6 0B3 0F7 0B4 0B5 0B6 0B7"
-    assert " ".join(map(str, one_f_one_b(0, 4, 8))) == expected
-
-
-def test_the_last_rank_alternates_from_the_start() -> None:
-    assert " ".join(map(str, one_f_one_b(3, 4, 3))) == "3F0 3B0 3F1 3B1 3F2 3B2"
-
-
-def test_fewer_microbatches_than_stages_run_all_forwards_first() -> None:
-    assert " ".join(map(str, one_f_one_b(0, 8, 2))) == "0F0 0F1 0B0 0B1"
-    assert one_f_one_b(0, 8, 0) == ()
+@pytest.mark.parametrize(
+    ("stage", "stages", "microbatches", "expected"),
+    [
+        (0, 4, 8, "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0F6 0B3 0F7 0B4 0B5 0B6 0B7"),
+        (3, 4, 3, "3F0 3B0 3F1 3B1 3F2 3B2"),
+        (0, 8, 2, "0F0 0F1 0B0 0B1"),
+        (0, 8, 0, ""),
+    ],
+)
+def test_a_rank_runs_a_forward_for_each_stage_behind_it_and_then_alternates(
+    stage: int, stages: int, microbatches: int, expected: str
+) -> None:
+    assert " ".join(map(str, one_f_one_b(stage, stages, microbatches))) == expected
 
 
 def test_a_rank_outside_the_pipeline_is_refused_with_both_numbers() -> None:
@@ -78,18 +79,13 @@ def test_work_needs_a_time_for_each_action() -> None:
         work_of(order("0F0 0B0"), {(0, 0): []}, [1.0])
 
 
-def test_directions_that_do_not_disturb_each_other_share_nothing() -> None:
-    rates = Rates(d2h_bytes_per_s=10, h2d_bytes_per_s=7)
-    assert (rates.together_bytes_per_s, rates.shared) == (17, (10, 7))
-
-
 def test_a_slower_direction_leaves_its_share_to_the_other() -> None:
+    undisturbed = Rates(d2h_bytes_per_s=10, h2d_bytes_per_s=7)
+    assert (undisturbed.together_bytes_per_s, undisturbed.shared) == (17, (10, 7))
     assert Rates(d2h_bytes_per_s=10, h2d_bytes_per_s=10, duplex_bytes_per_s=12).shared == (6, 6)
     assert Rates(d2h_bytes_per_s=10, h2d_bytes_per_s=2, duplex_bytes_per_s=11).shared == (9, 2)
     assert Rates(d2h_bytes_per_s=2, h2d_bytes_per_s=10, duplex_bytes_per_s=11).shared == (2, 9)
-
-
-def test_both_directions_together_are_no_slower_than_the_faster_alone() -> None:
+    # no slower than the faster alone
     assert Rates(d2h_bytes_per_s=10, h2d_bytes_per_s=4, duplex_bytes_per_s=6).together_bytes_per_s == 10
 
 

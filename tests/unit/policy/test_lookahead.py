@@ -70,13 +70,6 @@ def test_forward_that_will_not_come_again_stops_no_hint(lookahead: Lookahead) ->
     assert coming(lookahead) == "0B0 5B5 0B2"
 
 
-def test_last_step_is_the_hint_where_no_schedule_was_given(lookahead: Lookahead) -> None:
-    run(lookahead, ONE_F_ONE_B)
-    lookahead.end_step()
-    run(lookahead, ONE_F_ONE_B[:4])
-    assert coming(lookahead) == "0B1 0B2"
-
-
 def test_given_schedule_wins_over_the_last_step_until_it_is_taken_back(lookahead: Lookahead) -> None:
     run(lookahead, ONE_F_ONE_B)
     lookahead.end_step()
@@ -126,12 +119,6 @@ def test_schedule_that_runs_again_in_one_step_is_followed_from_its_begin(lookahe
     lookahead.give(ONE_F_ONE_B)
     run(lookahead, [*ONE_F_ONE_B, *ONE_F_ONE_B[:2]])
     assert coming(lookahead) == "0B0 0B1"
-
-
-def test_halves_of_a_split_backward_are_both_foretold(lookahead: Lookahead) -> None:
-    lookahead.give(parsed("0F0 0I0 0F1 0I1 0W0 0W1"))
-    run(lookahead, parsed("0F0 0I0 0F1"))
-    assert coming(lookahead) == "0I1 0W0 0W1"
 
 
 def test_any_step_at_all_gives_a_hint_out_of_the_list_and_no_error() -> None:
