@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import runpy
 import sys
@@ -141,19 +142,14 @@ def ran(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict
     return found
 
 
-@pytest.mark.parametrize("where", ["installed", "checkout"])
-def test_a_users_own_parallel_and_moe_work_beside_the_packages(
-    where: str, ran: dict[str, dict[str, tuple[int, str, str]]]
-) -> None:
-    code, _, errors = ran[where][OF_USER]
-    assert code == 0, errors
-
-
 @pytest.mark.parametrize(
     ("where", "name"),
-    [("installed", "former names"), ("checkout", "former names"), ("checkout", "former names first")],
+    [
+        *itertools.product(("installed", "checkout"), (OF_USER, "former names")),
+        ("checkout", "former names first"),
+    ],
 )
-def test_former_names_are_the_same_modules_and_warn_where_installed(
+def test_a_users_own_packages_work_and_former_names_are_the_same_modules_and_warn_where_installed(
     where: str, name: str, ran: dict[str, dict[str, tuple[int, str, str]]]
 ) -> None:
     code, _, errors = ran[where][name]

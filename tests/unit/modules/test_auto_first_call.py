@@ -126,25 +126,22 @@ def trained(model: Model, mode: Any, **options: Any) -> list[Tensor]:
     return [*seen, *state_of(model)]
 
 
-@pytest.mark.parametrize("body", [writes_outside, own_generator])
-def test_a_block_whose_second_run_would_have_other_bits_is_never_recomputed(
-    body: Any, manager: PipelineOffloadManager
-) -> None:
-    manager.engine.rates = SLOW_LINK
-    plain = trained(build(body), None)
-    assert equal(trained(build(body), "auto", device_total="12000B"), plain)
-
-
 @pytest.mark.parametrize(
-    "call",
-    [lambda block, x: x.add_(block(x)), lambda block, x: block(block(x, cache=(own := Cache())), cache=own)],
+    "arguments",
+    [
+        (writes_outside,),
+        (own_generator,),
+        (lambda block, x: x, lambda block, x: x.add_(block(x))),
+        (lambda block, x: x, lambda block, x: block(block(x, cache=(own := Cache())), cache=own)),
+    ],
 )
-def test_a_block_whose_input_is_written_after_it_or_that_adds_to_a_cache_is_never_recomputed(
-    call: Any, manager: PipelineOffloadManager
+def test_a_block_whose_second_run_would_have_other_bits_is_never_recomputed(
+    arguments: tuple[Any, ...], manager: PipelineOffloadManager
 ) -> None:
+    """It writes to what is not its own, its input is written after it, or it adds to a cache."""
     manager.engine.rates = SLOW_LINK
-    plain = trained(build(lambda block, x: x, call), None)
-    assert equal(trained(build(lambda block, x: x, call), "auto", device_total="12000B"), plain)
+    plain = trained(build(*arguments), None)
+    assert equal(trained(build(*arguments), "auto", device_total="12000B"), plain)
 
 
 @pytest.mark.parametrize("mode", ["hidden_states", "selective", "auto"])

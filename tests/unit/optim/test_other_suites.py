@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import Optimizer
 
 from offload.optim import HybridDeviceOptimizer
 from tests import optim_suites
@@ -44,34 +43,30 @@ TIMMS: dict[str, dict[str, Any]] = {
 }
 
 
-def optimizer_class(module: str, name: str) -> type[Optimizer]:
+CASES: list[tuple[str, dict[str, Any], dict[str, bool]]] = [
+    # Lamb takes a norm over all parameters, Lamb and Adan count in their groups
+    *((f"timm.optim.{name}", {"lr": 1e-2, **options}, {}) for name, options in TIMMS.items()),
+    # these count in their groups, and `train()` and `eval()` change the weights
+    *(
+        (f"schedulefree.{name}ScheduleFree", {"lr": 1e-2}, {"train": True})
+        for name in ("AdamW", "SGD", "RAdam")
+    ),
+    # it estimates a step size from all parameters of all groups, and keeps it in the groups
+    *(
+        ("prodigyopt.Prodigy", {"lr": 1.0, **options}, {"adds": False})
+        for options in ({}, {"safeguard_warmup": True, "weight_decay": 0.1}, {"slice_p": 11})
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "options", "how"), CASES, ids=str)
+def test_classes_of_others_have_their_own_bits(
+    path: str, options: dict[str, Any], how: dict[str, bool]
+) -> None:
+    module, _, name = path.rpartition(".")
     pytest.importorskip(module.partition(".")[0])
-    return getattr(importlib.import_module(module), name)
-
-
-@pytest.mark.parametrize("name", TIMMS)
-def test_timms_classes_have_their_own_bits(name: str) -> None:
-    """Lamb takes a norm over all parameters, Lamb and Adan count in their groups."""
-    cls = optimizer_class("timm.optim", name)
-    differ = [bits_that_differ(cls, {"lr": 1e-2, **TIMMS[name]}, fraction) for fraction in FRACTIONS]
-    assert differ == [0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"])
-def test_schedule_free_classes_have_their_own_bits(name: str) -> None:
-    """They count in their groups, and `train()` and `eval()` change the weights."""
-    cls = optimizer_class("schedulefree", name)
-    differ = [bits_that_differ(cls, {"lr": 1e-2}, fraction, train=True) for fraction in FRACTIONS]
-    assert differ == [0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"safeguard_warmup": True, "weight_decay": 0.1}, {"slice_p": 11}], ids=str
-)
-def test_prodigy_has_its_own_bits(options: dict[str, Any]) -> None:
-    """It estimates a step size from all parameters of all groups, and keeps it in the groups."""
-    cls = optimizer_class("prodigyopt", "Prodigy")
-    differ = [bits_that_differ(cls, {"lr": 1.0, **options}, fraction, adds=False) for fraction in FRACTIONS]
+    cls = getattr(importlib.import_module(module), name)
+    differ = [bits_that_differ(cls, options, fraction, **how) for fraction in FRACTIONS]
     assert differ == [0.0, 0.0, 0.0]
 
 

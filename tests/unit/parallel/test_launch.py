@@ -127,8 +127,8 @@ def test_rank_leaves_it_to_another_to_say_what_that_knows_as_well_or_better(
     assert waited == [launch._GRACE] * waits
 
 
-def test_interrupt_ends_a_rank_that_waits_for_a_message() -> None:
-    body = """
+INTERRUPTED = {
+    "waiting": """
         gate = threading.Semaphore(0)
         def told():
             gate.acquire()
@@ -137,16 +137,8 @@ def test_interrupt_ends_a_rank_that_waits_for_a_message() -> None:
         sys.setswitchinterval(1000)  # the thread goes on once this one is inside wait()
         gate.release()
         dist.HashStore().wait(["what never comes"], timedelta(seconds=600))
-    """
-    with forked(program(body)) as process:
-        process.wait_for("waiting\n")
-        process.send_signal(signal.SIGINT)
-        code, _, errors = process.ended()
-    assert (code, errors.strip()) == (130, "interrupted while waiting")
-
-
-def test_interrupt_that_a_finaliser_swallowed_is_repeated() -> None:
-    body = """
+    """,
+    "finalising": """
         class Swallows:
             def __del__(self):
                 print("finalising", flush=True)
@@ -157,13 +149,18 @@ def test_interrupt_that_a_finaliser_swallowed_is_repeated() -> None:
         try:
             work()
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("after its work") from None
-    """
-    with forked(program(body)) as process:
-        process.wait_for("finalising\n")
+            raise KeyboardInterrupt("while finalising") from None
+    """,
+}
+
+
+@pytest.mark.parametrize("doing", INTERRUPTED)
+def test_interrupt_ends_a_rank_that_waits_and_is_repeated_where_a_finaliser_swallowed_it(doing: str) -> None:
+    with forked(program(INTERRUPTED[doing])) as process:
+        process.wait_for(f"{doing}\n")
         process.send_signal(signal.SIGINT)
         code, _, errors = process.ended()
-    assert (code, errors.strip()) == (130, "interrupted after its work")
+    assert (code, errors.strip()) == (130, f"interrupted while {doing}")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel")

@@ -34,18 +34,12 @@ def test_the_first_plan_is_made_for_less_and_its_first_step_tells_what_the_total
     assert idle.limit_bytes == 940 - 300
 
 
-def test_the_limit_is_what_the_total_leaves_but_a_little() -> None:
+def test_the_limit_is_what_the_total_leaves_but_a_little_and_falls_by_what_a_step_takes_more() -> None:
     assert measured().limit_bytes == 985 - 300
-
-
-def test_a_step_that_nearly_takes_the_total_lowers_the_limit() -> None:
     total = measured()
     assert not total.followed(990, 690, 690)
     assert total.followed(991, 690, 690)
     assert total.limit_bytes == 690 - 6
-
-
-def test_a_step_over_the_total_lowers_the_limit_by_what_it_was_over() -> None:
     total = measured()
     assert total.followed(1040, 690, 690)
     assert total.limit_bytes == 690 - 55

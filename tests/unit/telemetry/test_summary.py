@@ -69,15 +69,10 @@ def test_default_output_is_standard_output(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.req("S2-6")
-def test_nothing_offloaded_prints_nothing() -> None:
+@pytest.mark.parametrize("offloaded", [{}, {"core_attn": 0, "mlp_act": 0}])
+def test_nothing_offloaded_prints_nothing(offloaded: dict[str, int]) -> None:
     out = io.StringIO()
-    print_offload_summary_table({}, file=out)
-    assert out.getvalue() == ""
-
-
-def test_a_table_of_zeros_is_not_printed() -> None:
-    out = io.StringIO()
-    print_offload_summary_table({"core_attn": 0, "mlp_act": 0}, file=out)
+    print_offload_summary_table(offloaded, file=out)
     assert out.getvalue() == ""
 
 

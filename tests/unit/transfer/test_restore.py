@@ -67,18 +67,26 @@ def test_records_of_one_piece_are_fetched_under_one_event() -> None:
 
 
 # -- fetched ahead -------------------------------------------------------------------------------------------
-def test_a_prefetch_fetches_what_is_read_next_within_its_cap() -> None:
-    rig = Rig(max_restoring_bytes=2 * KIB)
+@pytest.mark.parametrize(
+    ("caps", "peak"),
+    [
+        ({"max_restoring_bytes": 2 * KIB}, 5 * KIB),
+        ({"device_limit_bytes": 2 * KIB, "max_restoring_bytes": 100 * KIB}, 2 * KIB),
+    ],
+)
+def test_a_prefetch_fetches_what_is_read_next_within_its_cap_and_the_device_limit(
+    caps: dict[str, int], peak: int
+) -> None:
+    rig = Rig(**caps)
     y = gone(5, rig)
     rig.pump()
-    assert rig.transfers.restoring_bytes == 2 * KIB
+    assert rig.transfers.restoring_bytes == rig.transfers.device_bytes == 2 * KIB
     assert rig.states() == 3 * [BlockState.SPILLED] + 2 * [BlockState.RESTORING]
     rig.engine.on_read(lambda _: rig.pump())
     y.sum().backward()
     del y
     stats = rig.end()
-    assert stats.restored == 5
-    assert stats.device_bytes_peak == 5 * KIB
+    assert (stats.restored, stats.device_bytes_peak) == (5, peak)
 
 
 def test_a_prefetch_is_issued_where_the_device_limit_has_room_for_it() -> None:
@@ -133,19 +141,6 @@ def test_a_tensor_larger_than_the_prefetch_cap_is_fetched_alone() -> None:
     assert rig.transfers.restoring_bytes == 3 * KIB
     rig.pump()
     assert rig.transfers.restoring_bytes == 3 * KIB
-
-
-def test_a_prefetch_keeps_within_the_device_limit() -> None:
-    rig = Rig(device_limit_bytes=2 * KIB, max_restoring_bytes=100 * KIB)
-    y = gone(5, rig)
-    rig.pump()
-    assert rig.transfers.device_bytes == 2 * KIB
-    rig.engine.on_read(lambda _: rig.pump())
-    y.sum().backward()
-    del y
-    stats = rig.end()
-    assert stats.restored == 5
-    assert stats.device_bytes_peak == 2 * KIB
 
 
 def test_what_is_still_alive_is_not_fetched(rig: Rig) -> None:
