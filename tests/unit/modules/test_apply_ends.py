@@ -121,11 +121,12 @@ def test_a_model_that_is_dropped_is_freed_with_its_hooks(manager: PipelineOffloa
     handle.remove()
 
 
-def test_what_is_applied_already_is_refused(manager: PipelineOffloadManager) -> None:
+@pytest.mark.parametrize(("mode", "options"), [("groups", {"min_numel": 1}), ("watermark", {"high": "8GB"})])
+def test_what_is_applied_already_is_refused(mode: Any, options: dict[str, Any]) -> None:
     model = build()
-    handle = offload.apply(model, min_numel=1)
-    with pytest.raises(ValueError, match=r"is offloaded already, by <offload.apply\(Model, mode='groups'\)"):
-        offload.apply(model)
+    handle = offload.apply(model, mode, **options)
+    with pytest.raises(ValueError, match=rf"is offloaded already, by <offload.apply\(Model, mode='{mode}'\)"):
+        offload.apply(model, mode, **options)
     with pytest.raises(ValueError, match=r"a mode that takes every saved tensor goes with no other one"):
         offload.apply(nn.Sequential(model), True)
     handle.remove()

@@ -267,14 +267,3 @@ def test_marks_that_cannot_be_are_refused(arguments: dict[str, Any], message: st
 def test_without_a_gpu_the_mark_has_to_be_given() -> None:
     with pytest.raises(ValueError, match="mode='watermark' without high=: there is no GPU here"):
         offload.apply(build(), mode="watermark")
-
-
-def test_a_second_handle_and_a_mode_that_takes_everything_are_refused() -> None:
-    model = build()
-    handle = offload.apply(model, mode="watermark", **MARKS)
-    with pytest.raises(ValueError, match=r"offloaded already, by <offload.apply.Model, mode='watermark'"):
-        offload.apply(model, mode="watermark", **MARKS)
-    with pytest.raises(ValueError, match="a mode that takes every saved tensor goes with no other one"):
-        offload.apply(model, mode=True)
-    handle.remove()
-    offload.apply(model, mode=True).remove()
