@@ -260,7 +260,7 @@ TRIES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("what", TRIES)
 def test_whatever_is_tried_is_explained_and_its_report_says_what_to_do_next(
-    what: str, manager: PipelineOffloadManager, tmp_path: Path
+    what: str, tmp_path: Path
 ) -> None:
     """`explain()` raised in all modes but "auto", so README's snippet with another `mode=` ended in an error;
     the verdict was empty before a step, and of weights, gradients and an optimizer; with "checkpoint" or
@@ -302,7 +302,7 @@ def test_the_most_memory_of_all_kinds_is_what_a_verdict_begins_with() -> None:
     assert found.verdict.startswith("offload: device memory at most 42.60 GB active; saved tensors at most ")
 
 
-def test_auto_without_a_total_is_not_told_to_raise_it(manager: PipelineOffloadManager) -> None:
+def test_auto_without_a_total_is_not_told_to_raise_it() -> None:
     """It had planned for less than one block saves, and said "raise device_total", which nobody had given."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
     with offload.apply(model, "auto", min_numel=1) as handle:

@@ -166,7 +166,7 @@ def test_the_first_step_after_a_change_of_mode_keeps_nothing_by_the_plan_of_the_
     assert (manager.stats.kept_bytes, manager.stats.spill_bytes) == (0, 3 * ROWS * WIDTH * 4)
 
 
-def test_a_graph_that_lives_beyond_an_inferred_end_is_read_after_it(manager: PipelineOffloadManager) -> None:
+def test_a_graph_that_lives_beyond_an_inferred_end_is_read_after_it() -> None:
     """An optimizer that finds no gradient steps between its forward and its backward."""
 
     def gradients(model: nn.Module) -> list[Tensor]:

@@ -65,9 +65,7 @@ def test_a_forward_inside_a_transform_of_torch_func_passes_through_and_is_named(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_weights_that_functional_call_exchanges_are_those_of_the_recompute(
-    mode: Any, manager: PipelineOffloadManager
-) -> None:
+def test_weights_that_functional_call_exchanges_are_those_of_the_recompute(mode: Any) -> None:
     def run(model: Model) -> list[Tensor]:
         weights = dict(model.named_parameters())
         with seeded(1):
@@ -107,7 +105,7 @@ def by_hand(model: Model, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("forward", [Model.__call__, by_hand])
 def test_after_an_interrupt_the_next_forward_closes_what_was_left_open(
-    forward: Callable[[Model, Tensor], Tensor], mode: Any, manager: PipelineOffloadManager
+    forward: Callable[[Model, Tensor], Tensor], mode: Any
 ) -> None:
     model = build()
     model.layers[1].drop = middle = Interrupted()
@@ -131,9 +129,7 @@ def test_after_an_interrupt_the_next_forward_closes_what_was_left_open(
 
 
 @pytest.mark.parametrize("opened", [offload.activations, offload.apply])
-def test_after_an_interrupt_remove_closes_what_was_left_open(
-    opened: Any, manager: PipelineOffloadManager
-) -> None:
+def test_after_an_interrupt_remove_closes_what_was_left_open(opened: Any) -> None:
     model = build()
     model.layers[1].drop = middle = Interrupted()
     middle.raises = True
@@ -143,9 +139,7 @@ def test_after_an_interrupt_remove_closes_what_was_left_open(
     assert not hooks_left()
 
 
-def test_what_an_interrupted_recompute_was_given_to_keep_is_an_error_and_never_other_bytes(
-    manager: PipelineOffloadManager,
-) -> None:
+def test_what_an_interrupted_recompute_was_given_to_keep_is_an_error_and_never_other_bytes() -> None:
     model = build()
     model.layers[1].drop = middle = Interrupted()
     offload.apply(model, "hidden_states", min_numel=1)
@@ -159,9 +153,7 @@ def test_what_an_interrupted_recompute_was_given_to_keep_is_an_error_and_never_o
 
 
 @pytest.mark.parametrize("mode", ["groups", "hidden_states"])
-def test_what_an_interrupt_left_open_is_closed_below_the_hooks_of_others(
-    mode: Any, manager: PipelineOffloadManager
-) -> None:
+def test_what_an_interrupt_left_open_is_closed_below_the_hooks_of_others(mode: Any) -> None:
     """The backward of an earlier forward pushes those of its checkpoint, or the next forward has some around
     it, and theirs went instead."""
 
@@ -187,7 +179,7 @@ def test_what_an_interrupt_left_open_is_closed_below_the_hooks_of_others(
     assert equal(run(model), run(plain))
 
 
-def test_remove_inside_a_forward_is_refused(manager: PipelineOffloadManager) -> None:
+def test_remove_inside_a_forward_is_refused() -> None:
     model = build()
     handle = offload.apply(model, min_numel=1)
     hook = model.layers[1].fc1.register_forward_hook(lambda *_: handle.remove())
@@ -200,9 +192,7 @@ def test_remove_inside_a_forward_is_refused(manager: PipelineOffloadManager) -> 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_forwards_in_two_threads_at_once_have_the_bits_of_a_run_without(
-    mode: Any, manager: PipelineOffloadManager
-) -> None:
+def test_forwards_in_two_threads_at_once_have_the_bits_of_a_run_without(mode: Any) -> None:
     class Meet(nn.Module):
         """Both threads are inside a block at once."""
 
@@ -244,9 +234,7 @@ def test_forwards_in_two_threads_at_once_have_the_bits_of_a_run_without(
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_a_pre_hook_that_a_recompute_would_run_twice_is_an_error(
-    everywhere: bool, manager: PipelineOffloadManager
-) -> None:
+def test_a_pre_hook_that_a_recompute_would_run_twice_is_an_error(everywhere: bool) -> None:
     def double(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         return (args[0] * 2,) if isinstance(module, Block) else None
 
@@ -315,7 +303,7 @@ WHOLE = (
 @pytest.mark.parametrize("mode", ["groups", "hidden_states", True])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_around_the_whole_model_gets_all_tensors_and_is_named(
-    reentrant: bool, mode: Any, manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+    reentrant: bool, mode: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A reentrant one was taken for a model that never runs; of a non-reentrant one tensors were taken."""
 
@@ -340,7 +328,7 @@ def nothing_leaves(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_that_nothing_leaves_is_said_for_each_handle_and_not_for_one_whose_bytes_leave(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = build()
     with offload.activations(model, min_numel=10_000):
@@ -364,7 +352,7 @@ def test_that_nothing_leaves_is_said_for_each_handle_and_not_for_one_whose_bytes
 
 
 def test_an_optimizer_with_a_closure_is_not_taken_for_one_whose_model_never_runs(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = build()
     offload.apply(model, min_numel=1)
@@ -382,7 +370,7 @@ def test_an_optimizer_with_a_closure_is_not_taken_for_one_whose_model_never_runs
 
 
 def test_blocks_called_one_by_one_are_one_step_though_the_first_saves_nothing(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = build()
     offload.apply(model, min_numel=1)
@@ -394,7 +382,7 @@ def test_blocks_called_one_by_one_are_one_step_though_the_first_saves_nothing(
     assert not [text for text in warnings_of(caplog) if "did not run through their hooks" in text]
 
 
-def test_a_mode_after_disk_writes_to_no_disk_that_nobody_asked_for(manager: PipelineOffloadManager) -> None:
+def test_a_mode_after_disk_writes_to_no_disk_that_nobody_asked_for() -> None:
     model = build()
     with offload.activations(model, "disk", min_numel=1):
         train(model, steps=1)

@@ -46,9 +46,7 @@ def test_a_forward_that_raises_leaves_nothing_open(
     assert manager.stats.spill_bytes > 0
 
 
-def test_remove_puts_the_model_back_and_leaves_a_pending_backward_right(
-    manager: PipelineOffloadManager,
-) -> None:
+def test_remove_puts_the_model_back_and_leaves_a_pending_backward_right() -> None:
     plain, model = build(), build()
     handle = offload.apply(model, min_numel=1)
     results = []
@@ -69,7 +67,7 @@ def test_remove_puts_the_model_back_and_leaves_a_pending_backward_right(
     assert len(again.blocks) == 3
 
 
-def test_a_model_is_scripted_once_its_hooks_are_gone(manager: PipelineOffloadManager) -> None:
+def test_a_model_is_scripted_once_its_hooks_are_gone() -> None:
     """torch's error was that a `_Hook` has no `__name__`."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     handle = offload.apply(model, min_numel=1)
@@ -107,7 +105,7 @@ def test_a_copy_of_the_model_is_as_it_was_before(manager: PipelineOffloadManager
         assert not offload.apply(copied, min_numel=1).groups.keys() ^ {"layers"}
 
 
-def test_a_model_that_is_dropped_is_freed_with_its_hooks(manager: PipelineOffloadManager) -> None:
+def test_a_model_that_is_dropped_is_freed_with_its_hooks() -> None:
     gc.disable()
     try:
         model = build()

@@ -76,7 +76,7 @@ def test_the_report_of_a_handle_counts_from_apply_on(manager: PipelineOffloadMan
     assert figures["saved_bytes"] == figures["moved_bytes"] + figures["kept_bytes"]
 
 
-def test_the_report_of_a_model_for_which_nothing_was_asked_says_so(manager: PipelineOffloadManager) -> None:
+def test_the_report_of_a_model_for_which_nothing_was_asked_says_so() -> None:
     handle = offload.apply(build(), False)
     nothing = "offload: mode=False, as it was asked: no saved tensor of Model leaves"
     assert str(handle.report()).startswith(nothing)
@@ -100,9 +100,7 @@ def test_where_steps_are_inferred_nobody_asked_for_the_table_of_ranks(
         assert capsys.readouterr().out == ""
 
 
-def test_blocks_that_are_called_by_their_forward_are_named(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_blocks_that_are_called_by_their_forward_are_named(caplog: pytest.LogCaptureFixture) -> None:
     model = Model(lambda block, x: block.forward(x))
     offload.apply(model, min_numel=1)
     train(model)
@@ -112,9 +110,7 @@ def test_blocks_that_are_called_by_their_forward_are_named(
     ]
 
 
-def test_a_model_whose_forward_is_never_called_as_a_module_is_named(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_whose_forward_is_never_called_as_a_module_is_named(caplog: pytest.LogCaptureFixture) -> None:
     class Direct(nn.Module):
         def __init__(self, model: Model) -> None:
             super().__init__()

@@ -184,9 +184,7 @@ def test_a_users_own_step_end_and_chunks_are_believed(manager: PipelineOffloadMa
     assert len({stats.saved for stats in ended if stats is not None}) == 1
 
 
-def test_a_loop_that_ends_one_step_by_hand_and_no_other_is_told(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loop_that_ends_one_step_by_hand_and_no_other_is_told(caplog: pytest.LogCaptureFixture) -> None:
     model = build()
     offload.apply(model, min_numel=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

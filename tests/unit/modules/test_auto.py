@@ -115,9 +115,7 @@ def test_what_the_plan_keeps_stays_from_its_first_step_on(manager: PipelineOfflo
     assert window_bytes == plan.restoring_room_bytes
 
 
-def test_before_there_is_a_plan_that_is_said_and_how_blocks_run_meanwhile(
-    manager: PipelineOffloadManager,
-) -> None:
+def test_before_there_is_a_plan_that_is_said_and_how_blocks_run_meanwhile() -> None:
     model = build(blocks=LAYERS)
     handle = offload.apply(model, "auto", min_numel=1, device_total="20000B")
     train(model, steps=1, microbatches=1)
@@ -334,7 +332,7 @@ def test_without_announced_ends_ranks_that_communicate_never_plan_and_say_so_onc
     handle.remove()
 
 
-def test_two_totals_for_one_device_are_an_error_with_both(manager: PipelineOffloadManager) -> None:
+def test_two_totals_for_one_device_are_an_error_with_both() -> None:
     first, second = Model(), Model()
     handle = offload.apply(first, "auto", device_total="3GB")
     with pytest.raises(ValueError, match="3,000,000,000 bytes: the total is of the device") as raised:

@@ -191,7 +191,7 @@ def leaves_half_a_pair(block: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("mode", ["hidden_states", "selective"])
 @pytest.mark.parametrize("between", [moves_on, puts_back, leaves_half_a_pair])
 def test_draws_are_those_of_a_plain_run_whatever_happens_to_the_states_between_blocks(
-    between: Any, mode: str, manager: PipelineOffloadManager
+    between: Any, mode: str
 ) -> None:
     def body(block: Any, x: Tensor) -> Tensor:
         return x.cos() * float(np.random.randn()) * random.gauss(0.0, 1.0)
@@ -263,9 +263,7 @@ class _Counted(TorchDispatchMode):
         (in_place, "c10d.allreduce_.default"),
     ],
 )
-def test_in_the_first_step_too_a_collective_is_called_once_a_forward(
-    body: Any, operator: str, manager: PipelineOffloadManager
-) -> None:
+def test_in_the_first_step_too_a_collective_is_called_once_a_forward(body: Any, operator: str) -> None:
     model = build(body)
     with offload.activations(model, "auto", min_numel=1, device_total="12000B"), _Counted() as counted:
         train(model, steps=1, microbatches=2)

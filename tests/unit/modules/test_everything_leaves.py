@@ -79,9 +79,7 @@ def test_a_backlog_takes_no_more_of_the_device_than_its_limit() -> None:
 
 
 @pytest.mark.req("S4-28")
-def test_hidden_states_takes_the_inputs_of_blocks_and_nothing_of_what_takes_every_tensor(
-    manager: PipelineOffloadManager,
-) -> None:
+def test_hidden_states_takes_the_inputs_of_blocks_and_nothing_of_what_takes_every_tensor() -> None:
     model = build()
     handle = offload.apply(model, "hidden_states", min_numel=1)
     train(model, steps=1, microbatches=2)

@@ -49,9 +49,7 @@ def test_gradients_and_weights_have_the_bits_of_a_run_without(
     handle.remove()
 
 
-def test_a_step_ends_with_the_optimizer_and_the_next_one_is_foreseen(
-    manager: PipelineOffloadManager,
-) -> None:
+def test_a_step_ends_with_the_optimizer_and_the_next_one_is_foreseen() -> None:
     model = build(blocks=6)
     handle = offload.apply(model, mode="watermark", **MARKS)
     train(model, steps=4, microbatches=2)
@@ -187,7 +185,7 @@ def test_of_a_sharded_model_gathered_parameters_stay_and_the_bits_are_those_with
     assert equal(gradients("watermark"), gradients(None))
 
 
-def test_two_models_share_the_marks_and_other_ones_are_refused(manager: PipelineOffloadManager) -> None:
+def test_two_models_share_the_marks_and_other_ones_are_refused() -> None:
     models = [build(), build()]
     first = offload.apply(models[0], mode="watermark", **MARKS)
     with pytest.raises(ValueError, match=r"high is 9 bytes and low 8, and another model has 2,304 and 1,536"):
@@ -200,7 +198,7 @@ def test_two_models_share_the_marks_and_other_ones_are_refused(manager: Pipeline
     second.remove()
 
 
-def test_each_model_has_its_own_least_size_under_the_shared_marks(manager: PipelineOffloadManager) -> None:
+def test_each_model_has_its_own_least_size_under_the_shared_marks() -> None:
     models = [build(), build()]
     handles = [
         offload.apply(model, mode="watermark", **{**MARKS, "min_numel": least})
