@@ -14,15 +14,14 @@ from offload import OffloadError, PipelineOffloadManager
 from tests.unit.groups.stack import build_manager, installed
 from tests.unit.modules.training import ROWS, WIDTH, Model, build, equal, train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(autouse=True)
 def manager() -> Iterator[PipelineOffloadManager]:
     torch.compiler.reset()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with installed(build_manager()) as built:
         yield built
-    torch.set_num_threads(threads)
 
 
 def whole(model: Model) -> nn.Module:

@@ -9,7 +9,6 @@ import pytest
 
 from offload import PipelineOffloadManager
 from tests.ticks import counted_time
-from tests.unit.groups.stack import build_manager, installed
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +19,4 @@ def _times_of_their_own() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def manager() -> Iterator[PipelineOffloadManager]:
-    """Late copies; every saved tensor may leave; nothing printed."""
-    with installed(build_manager()) as built:
-        assert built is not None
-        yield built
+def _a_manager_each(manager: PipelineOffloadManager) -> None: ...
