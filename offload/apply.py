@@ -783,7 +783,7 @@ def _waiting_bytes(manager: GroupsManager | None) -> int:
         # torch's queue of this thread holds the rest of a backward that has failed, until another one runs
         one = torch.ones((), device="cpu", requires_grad=True)
         torch.autograd.grad(one + one, one)
-    return sum(block.nbytes for block in manager.living_blocks())
+    return sum(block.nbytes for block in manager.tracker.living_blocks())
 
 
 def _total_of(manager: GroupsManager | None, device_total: float | str | None) -> int | None:

@@ -94,14 +94,14 @@ def fine_grained_offloading_group_commit(
     """Close the innermost open group called `name`, as `group_commit`; of a tuple or list, the first element
     gets the node. Raises as `group_commit`. Blocks the host: never."""
     manager, arguments = PipelineOffloadManager.OFFLOAD_MGR, (name, forced_released_tensors, delay_offload)
-    if manager is None or (handler := manager.active_handler()) is None:
+    if manager is None or (handler := manager.scopes.active_handler()) is None:
         return marks.group_commit(tensor, *arguments)
     if isinstance(tensor, (tuple, list)):
         make: Any = getattr(tensor, "_make", type(tensor))  # a named tuple keeps its type
         first: Any = [fine_grained_offloading_group_commit(one, *arguments) for one in tensor[:1]]
         return make([*first, *tensor[1:]])  # type: ignore[no-any-return]
     marks.check_mark("group_commit", tensor, name)
-    manager.close_at_commit(name)
+    manager.scopes.close_at_commit(name)
     apply = FineGrainedOffloadingGroupCommitFunction.apply
     return apply(tensor, handler, *arguments)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -218,7 +218,7 @@ def group_start(tensor: torch.Tensor, name: str, *, hooks: bool = False) -> torc
     if handler is not None:
         handler.on_group_start_forward(name)
     if hooks and process_manager is not None:
-        process_manager.open_until_commit(name)
+        process_manager.scopes.open_until_commit(name)
     return tensor
 
 
@@ -230,12 +230,12 @@ def chunk_to_start_in(tensor: torch.Tensor, name: str) -> ChunkGroups | None:
     manager = process_manager
     if manager is None:
         return None
-    handler = manager.active_handler()
+    handler = manager.scopes.active_handler()
     if handler is None:
-        muted = manager.muted_handler()
+        muted = manager.scopes.muted_handler()
         if muted is not None:
             muted.mute(name)
-        elif manager.do_offload and torch.is_grad_enabled():
+        elif manager.tracker.do_offload and torch.is_grad_enabled():
             recomputes = torch._C._current_graph_task_id() != -1
             (manager.mark_report.recomputed if recomputes else manager.mark_report.not_announced)(name)
     else:
@@ -273,8 +273,8 @@ def group_commit(
     manager = process_manager
     if manager is None:
         return tensor
-    manager.close_at_commit(name)
-    handler = manager.muted_handler()
+    manager.scopes.close_at_commit(name)
+    handler = manager.scopes.muted_handler()
     if handler is None:
         return tensor
     if forced_released_tensors is not None:
@@ -282,7 +282,7 @@ def group_commit(
     try:
         group = handler.close(name)
     except GroupOrderError:
-        if manager.active_handler() is None:
+        if manager.scopes.active_handler() is None:
             return tensor  # started before the chunk was announced, or switched off in between
         raise
     if group is None:
@@ -302,12 +302,12 @@ class offload_hooks(ContextDecorator):  # noqa: N801 - to its callers a function
 
     def __enter__(self) -> None:
         manager = process_manager
-        self._entered.append((manager, None if manager is None else manager.open_scope()))
+        self._entered.append((manager, None if manager is None else manager.scopes.open_scope()))
 
     def __exit__(self, *exception: object) -> None:
         manager, installed = self._entered.pop()
         if manager is not None:
-            manager.close_scope(installed)
+            manager.scopes.close_scope(installed)
 
 
 @untraced

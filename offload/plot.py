@@ -46,7 +46,7 @@ def tracing(path: str | Path | None = None) -> Iterator[Trace]:
     """
     if path is not None and not can_be_written(Path(path)):
         raise ValueError(f"tracing({str(path)!r}) cannot write that: give a file in a folder that is there")
-    recorder, trace = Recorder(default_manager()), Trace()
+    recorder, trace = Recorder(default_manager().tracker), Trace()
     recorder.start()
     try:
         yield trace

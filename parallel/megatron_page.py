@@ -160,11 +160,11 @@ def _close_nothing() -> None:
 def _open_scope(manager: PipelineOffloadManager | None) -> Callable[[], None]:
     """Install the hooks for the innermost open group; returns what removes exactly them, whatever is switched
     in between."""
-    installed = None if manager is None else manager.open_scope(is_tagged_to_stay)
+    installed = None if manager is None else manager.scopes.open_scope(is_tagged_to_stay)
     if manager is None or installed is None:
         return _close_nothing
     owner = manager
-    return lambda: owner.close_scope(installed)
+    return lambda: owner.scopes.close_scope(installed)
 
 
 @contextmanager
@@ -190,7 +190,7 @@ def group_start(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     manager = PipelineOffloadManager.OFFLOAD_MGR
     if (
         manager is not None
-        and manager.do_offload
+        and manager.tracker.do_offload
         and engine_page.is_graph_capturing()
         and not manager.is_capturing
     ):

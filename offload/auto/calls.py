@@ -169,7 +169,7 @@ class BlockCalls:
     ) -> Chosen:
         """How this call of block `name` of `root` runs. Blocks the host: never."""
         engine = manager.engine
-        handler = manager.active_handler()
+        handler = manager.scopes.active_handler()
         never = root.watch.refuses(name, module)
         kind = self._kind_now(module, root.min_elements, never)
         if handler is None:  # nothing may leave, and no plan is for it

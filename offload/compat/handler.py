@@ -157,7 +157,8 @@ class ChunkOffloadHandler(ChunkGroups):
         manager: GroupsManager | None = None,
     ) -> None:
         engine = engine if engine is not None else default_engine()
-        super().__init__(min_offloaded_tensor_size, engine=engine, chunk_id=chunk_id, manager=manager)
+        cursor = None if manager is None else manager.tracker
+        super().__init__(min_offloaded_tensor_size, engine=engine, chunk_id=chunk_id, cursor=cursor)
         self.begin_names(cpu_tensor_pool, manager)
         self.d2h_stream: Lane = d2h_stream if d2h_stream is not None else engine.device.d2h
         self.h2d_stream: Lane = h2d_stream if h2d_stream is not None else engine.device.h2d
@@ -250,7 +251,7 @@ class ChunkOffloadHandler(ChunkGroups):
         """The backward has passed a group: room for the next ones."""
         if self._queue is not None:
             with self.engine.lock:
-                self._queue.pump()
+                self._queue.tracker.pump()
 
     # -- by hand: tensors ------------------------------------------------------------------------------------
     tensor_need_offloading_checker = ChunkGroups.may_leave
@@ -300,7 +301,7 @@ class ChunkOffloadHandler(ChunkGroups):
         if group is None or not self.do_offload or group.stays:
             return False
         manager = self._queue
-        if manager is None or manager.is_warmup or manager._queue.front(group.name) is not self:
+        if manager is None or manager.is_warmup or manager.tracker.queue.front(group.name) is not self:
             return True
         return self.find_next_group(group.name) is not None
 
@@ -345,7 +346,7 @@ class ChunkOffloadHandler(ChunkGroups):
         first."""
         if not self.bulk_reload_group() and self._queue is not None:
             with self.engine.lock:
-                self._queue.pump()
+                self._queue.tracker.pump()
 
     # -- by hand: one tensor, outside of every group. Calls return with compute ordered behind their copy ----
     def offload(

@@ -175,9 +175,9 @@ def _announce(manager: GroupsManager) -> None:
     else:
         if handler.saved is not _begun.get(manager) or not handler.saved.readable:
             return
-        if next(manager.living_blocks(), None) is None:
+        if next(manager.tracker.living_blocks(), None) is None:
             manager.end_inferred_step()
-    manager.begin_inferred_forward(0, None)
+    manager.tracker.begin_inferred_forward(0, None)
     handler = manager.active_handler()
     if handler is not None:
         _begun[manager] = handler.saved

@@ -25,7 +25,6 @@ from offload.device import Lane
 from offload.engine import OffloadEngine
 from offload.groups.manager import GroupsManager
 from offload.groups.release import checked_tensors
-from offload.ids import ChunkId
 from offload.marks import record_event
 from offload.saved.handles import Handle, Passed
 from offload.saved.hooks import InstalledScope
@@ -60,6 +59,10 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
     def begin_names(self) -> None:
         """Add what the sources' names need, beside what every manager has."""
         self.cpu_tensor_pool = GPUTensorPool("cpu", pin_memory=True, arena=self.engine.arena)
+        self.tracker.new_chunk = partial(
+            ChunkOffloadHandler, cpu_tensor_pool=self.cpu_tensor_pool, engine=self.engine, manager=self
+        )
+        self.init_model_chunk_offload_handler = self.begin_forward
         self._cached_forward: list[ChunkOffloadHandler] = []  # of the step that ended warm-up
         self._walk = 0
         self._entered: list[InstalledScope | None] = []
@@ -88,12 +91,12 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
     # -- the hooks, and figures ------------------------------------------------------------------------------
     def __enter__(self) -> Self:
         """Install the hooks, if a chunk is current and offloading is on."""
-        self._entered.append(self.open_scope())
+        self._entered.append(self.scopes.open_scope())
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Remove exactly what `__enter__` installed, whatever was switched in between."""
-        self.close_scope(self._entered.pop())
+        self.scopes.close_scope(self._entered.pop())
 
     def on_save_for_backward(self, tensor: torch.Tensor) -> Any:
         """The object that autograd's graph keeps instead of `tensor`. Asserts that it is called inside the
@@ -123,24 +126,17 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
     # -- chunks ----------------------------------------------------------------------------------------------
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """The chunk whose forward runs."""
-        return cast("ChunkOffloadHandler | None", self._forward)
+        return cast("ChunkOffloadHandler | None", self.tracker.forward)
 
     def cur_backward_chunk(self) -> ChunkOffloadHandler | None:
         """The chunk that is being read."""
-        return cast("ChunkOffloadHandler | None", self._backward)
-
-    def _new_chunk(self, min_elements: int, chunk_id: ChunkId) -> ChunkOffloadHandler:
-        return ChunkOffloadHandler(
-            min_elements, self.cpu_tensor_pool, engine=self.engine, chunk_id=chunk_id, manager=self
-        )
-
-    init_model_chunk_offload_handler = GroupsManager.begin_forward
+        return cast("ChunkOffloadHandler | None", self.tracker.backward)
 
     # -- queue (S2's names) ----------------------------------------------------------------------------------
     def flush(self) -> None:
         """Move staged chunks to the backward queue, last stage first, once the first and the last stage have
         equally many."""
-        self._queue.flush()
+        self.tracker.queue.flush()
 
     def push(self, handler: ChunkOffloadHandler) -> None:
         """Append to the backward queue, and in warm-up to the order of backwards that the plan is made
@@ -150,21 +146,21 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
                 f"push of a {type(handler).__name__}, must be a ChunkOffloadHandler such as "
                 "cur_forward_chunk() returns"
             )
-        self._queue.chunks.append(handler)
+        self.tracker.queue.chunks.append(handler)
         if self.is_warmup:
-            self._backward_order.setdefault(handler)
+            self.tracker.backward_order.setdefault(handler)
 
     def pop_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler:
         """Advance to the next queued chunk that has a group (of that name) and make it current."""
         with self.engine.lock:
-            handler = cast(ChunkOffloadHandler, self._queue.pop(name))
-            self._start_reading(handler, "B")
+            handler = cast(ChunkOffloadHandler, self.tracker.queue.pop(name))
+            self.tracker.start_reading(handler, "B")
             return handler
 
     def pop_forward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
         """The chunk of the next group: the current one in warm-up, then a walk over the recorded ones; None
         when they are exhausted."""
-        if not self.do_offload:
+        if not self.tracker.do_offload:
             return None
         if self.is_warmup:
             return self.cur_forward_chunk()
@@ -177,7 +173,7 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
 
     def front_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
         """The next queued chunk that has a group (of that name), not consumed; None if there is none."""
-        return cast("ChunkOffloadHandler | None", self._queue.front(name))
+        return cast("ChunkOffloadHandler | None", self.tracker.queue.front(name))
 
     # -- delayed groups, and the step ------------------------------------------------------------------------
     def push_offload_groups(
@@ -198,13 +194,10 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
     def end_step(self) -> ClientStats:
         """End the step of the groups; the buffers of copies by hand are taken back."""
         self.cpu_tensor_pool.reset()
-        return super().end_step()
-
-    def _forget_step(self) -> None:
-        if not self.is_warmup and not self._cached_forward:
-            self._cached_forward = cast(list[ChunkOffloadHandler], list(self._forward_order))
-        super()._forget_step()
+        if self.is_warmup or not self._cached_forward:
+            self._cached_forward = cast(list[ChunkOffloadHandler], self.tracker.forward_order)
         self._walk = 0
+        return super().end_step()
 
     def reset(self, process_group: Any = None) -> StepStats:
         """A new iteration begins: the same as `step_end`. process_group: the ranks whose table is printed;
@@ -217,14 +210,14 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
         process_group: as of `reset`."""
         self.process_group = self.process_group if process_group is None else process_group
         with self.engine.lock:
-            forwards, backwards = len(set(self._forward_order)), len(self._backward_order)
+            forwards, backwards = len(set(self.tracker.forward_order)), len(self.tracker.backward_order)
             assert forwards == backwards, (
                 f"{forwards} forward chunks and {backwards} backward chunks are cached, must be as many; run "
                 "the backward of every "
                 "forward first, or call step_end(), which plans from what it has seen"
             )
-            self._cached_forward = cast(list[ChunkOffloadHandler], list(self._forward_order))
-            self._planner.plan_now(self._seen(None))
+            self._cached_forward = cast(list[ChunkOffloadHandler], list(self.tracker.forward_order))
+            self._planner.plan_now(self.tracker.seen(None))
         if self.print_summary:
             print_offload_summary_table(self.step_offload_bytes, process_group=self.process_group)
 
@@ -238,7 +231,7 @@ def _adopted(manager: GroupsManager) -> PipelineOffloadManager:
             return manager
         adopted = _renamed(manager, PipelineOffloadManager)
         adopted.begin_names()
-        for chunk in adopted._handlers.values():
+        for chunk in adopted.tracker.handlers.values():
             handler = _renamed(chunk, ChunkOffloadHandler)
             handler.begin_names(adopted.cpu_tensor_pool, adopted)
             for group in chunk.groups:
@@ -270,12 +263,12 @@ class FineGrainedActivationOffloadingInterface:
         if self.offload:
             self.tensor = marks.group_start(self.tensor, self.name)
             self._manager = marks.existing_manager()
-            self._installed = None if self._manager is None else self._manager.open_scope()
+            self._installed = None if self._manager is None else self._manager.scopes.open_scope()
         return self.tensor
 
     def __exit__(self, *exception: object) -> None:
         if self._manager is not None:
-            self._manager.close_scope(self._installed)
+            self._manager.scopes.close_scope(self._installed)
         self._manager = self._installed = None
 
     init_chunk_handler = staticmethod(marks.init_chunk_handler)

@@ -37,17 +37,21 @@ class Cursor(Protocol):
 
     def reading(self, handler: ChunkGroups) -> None: ...
 
+    def call_reads(self, handler: ChunkGroups, place: int) -> CallReads | None: ...
+
+
+class Regions(Protocol):
+    """Counter of the checkpointed forwards that keep a part and run now."""
+
+    open_regions: int
+
 
 class Committer(Protocol):
     """Receiver of the reports of a group that is opened and closed for a caller who sets no marks."""
 
-    open_regions: int
-
     def commit(self, handler: ChunkGroups, group: Group) -> None: ...
 
     def input_read_next(self, handler: ChunkGroups) -> None: ...
-
-    def call_reads(self, handler: ChunkGroups, place: int) -> CallReads | None: ...
 
 
 class ChunkGroups:
@@ -63,12 +67,12 @@ class ChunkGroups:
         *,
         engine: OffloadEngine,
         chunk_id: ChunkId = ChunkId(0, 0),
-        manager: Cursor | None = None,
+        cursor: Cursor | None = None,
     ) -> None:
         check_min_elements(min_offloaded_tensor_size)
         self.id = chunk_id
         self.engine = engine
-        self._manager = manager
+        self.cursor = cursor
         self.min_offloaded_tensor_size = min_offloaded_tensor_size
         self.do_offload = True
         self.groups: list[Group] = []
@@ -213,7 +217,7 @@ class ChunkGroups:
         group.slot_bytes = tuple(sorted(saved.slot_bytes.items()))
         # what the plan keeps is not released either, and that is nobody's mistake
         if forced and saved.leaves:
-            blocks = self.saved.living() if self._manager is None else self._manager.living_blocks()
+            blocks = self.saved.living() if self.cursor is None else self.cursor.living_blocks()
             release(forced, saved, blocks, self.engine.transfers)
 
     def read_together(self, blocks: Sequence[DeviceBlock]) -> None:
@@ -233,8 +237,8 @@ class ChunkGroups:
     def output_has_gradient(self, gradients: object) -> None:
         """Hook of the node that made a group's output: the backward has reached the end of the group, so this
         chunk is the one being read. Nothing waits here; each reader waits for its own bytes."""
-        if self._manager is not None:
-            self._manager.reading(self)
+        if self.cursor is not None:
+            self.cursor.reading(self)
 
 
 class VirtualPipelineQueue:

@@ -1,7 +1,8 @@
 """The manager: what a user of groups talks to. Commits, the plan, the end of a step.
 
-One invariant: it decides and never moves bytes itself. tracker.py knows which chunk is current and what is
-read next; open_scopes.py installs and removes hooks.
+One invariant: it decides and never moves bytes itself. Its tracker (tracker.py) knows which chunk is
+current and what is read next; its scopes (open_scopes.py) install and remove hooks. A caller on a hot path
+holds the part itself, or calls the part's method, which a public name of the manager is bound to.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from offload.groups.release import checked_tensors
 from offload.groups.scope import InputGroup, KeptGroup
 from offload.groups.seen import GroupLedgers, SeenStep
 from offload.groups.step_planner import StepPlanner
+from offload.groups.tracker import ChunkTracker
 from offload.ids import ChunkId
 from offload.policy.mixture import MixedPlan
 from offload.saved.handles import SavedChunk
@@ -36,7 +38,7 @@ from offload.transfer.block import CapturedGraph
 _ENDS_OUTLIVED = 2
 
 
-class GroupsManager(OpenScopes, Client):
+class GroupsManager(Client):
     """Chunks, plan and prefetch over one engine, as its client "groups".
 
     engine: None takes the default one. process_group: whose ranks the summary is printed for.
@@ -53,8 +55,17 @@ class GroupsManager(OpenScopes, Client):
                 "default config"
             )
         import_compiler()
-        super().__init__(engine if engine is not None else default_engine())
-        self.engine.attach(self)
+        self.engine = engine = engine if engine is not None else default_engine()
+        self.ledgers = GroupLedgers(engine)
+        self.tracker = tracker = ChunkTracker(engine, self.ledgers, self._drop_step)
+        self.scopes = scopes = OpenScopes(tracker)
+        self.mark_report = tracker.mark_report
+        self.set_order, self.living_blocks = tracker.set_order, tracker.living_blocks
+        self.begin_forward, self.end_forward = tracker.begin_forward, tracker.end_forward
+        self.begin_backward, self.end_backward = tracker.begin_backward, tracker.end_backward
+        self.active_handler, self.needs_chunk = scopes.active_handler, scopes.needs_chunk
+        self.open_scope, self.close_scope = scopes.open_scope, scopes.close_scope
+        engine.attach(self)
         self._planner = StepPlanner(self.engine)
         self.print_summary = print_summary
         self.process_group = process_group
@@ -64,7 +75,6 @@ class GroupsManager(OpenScopes, Client):
         self._compile_report = CompileReport()
         self._ended: SeenStep | None = None  # what the step that ends was seen to do
         self.last_step: SeenStep | None = None  # the same of the one that has ended
-        self.ledgers = GroupLedgers(self.engine)
         self.ledger = self.new_ledger()  # since the manager was built
         self.ends_by_hand = 0  # calls of `step_end` since `infer_ends`
         self._inferred_ends = 0
@@ -88,14 +98,19 @@ class GroupsManager(OpenScopes, Client):
             except PoolError:
                 self.engine.attach(self)
                 raise
-            self.engine.off_read(self._on_read)
+            self.engine.off_read(self.tracker.on_read)
             self._planner.windows.end()
             self._leaving.bounds.end()
         self._ended = self.last_step = None
-        self._forget_step()
-        self._handlers.clear()
+        self.tracker.forget_step()
+        self.tracker.handlers.clear()
 
     # -- properties ------------------------------------------------------------------------------------------
+    @property
+    def do_offload(self) -> bool:
+        """Predicate: what is saved may leave."""
+        return self.tracker.do_offload
+
     @property
     def is_warmup(self) -> bool:
         """Predicate: no step with a backward has ended yet."""
@@ -148,7 +163,7 @@ class GroupsManager(OpenScopes, Client):
         from which groups search then; None: of no more. most_kept_bytes: that may stay at once until one of
         them was seen. Takes no lock."""
         self._planner.start_from(plan, most_kept_bytes)
-        for handler in list(self._handlers.values()):
+        for handler in list(self.tracker.handlers.values()):
             handler.first_leave_bytes = None if plan is None else plan.first_leave_bytes(handler.id)
             if plan is None:  # what stays was its choice: until a step was seen without it all leaves
                 handler.stays, handler.stays_from = frozenset(), {}
@@ -187,10 +202,10 @@ class GroupsManager(OpenScopes, Client):
 
     def disable_offload(self) -> None:
         """From now on nothing more leaves; what has left comes back as usual."""
-        self._switch(False)
+        self.tracker.switch(False)
 
     def enable_offload(self) -> None:
-        self._switch(True)
+        self.tracker.switch(True)
 
     # -- marks -----------------------------------------------------------------------------------------------
     def commit(
@@ -215,7 +230,7 @@ class GroupsManager(OpenScopes, Client):
                     group.name, handler.id, len(group.replayed), sum(group.replayed.values())
                 )
             if self.engine.transfers.capture is not None:
-                self._captured.add(handler)
+                self.tracker.captured.add(handler)
             if delay_offload:
                 self._delayed.append(
                     (self.engine.transfers.capture, partial(self._send, handler, group, forced))
@@ -227,10 +242,10 @@ class GroupsManager(OpenScopes, Client):
         """For the outputs that a checkpointed region keeps, which is called now. name: of the group that they
         belong to where none is open; None: they stay on the device."""
         if name is None:
-            return KeptGroup(self, None, "")
+            return KeptGroup(self, self.scopes, None, "")
         if name == ROUTING:
             self._leaving.input_names.add(name)
-        return KeptGroup(self, self.active_handler(), name)
+        return KeptGroup(self, self.scopes, self.scopes.active_handler(), name)
 
     def input_group(
         self, name: str, *, alone: bool = True, leaves: bool = True, cost: Cost | None = None
@@ -246,15 +261,15 @@ class GroupsManager(OpenScopes, Client):
             return InputGroup(self, None, name, required=False, cost=None)
         if alone:
             self._leaving.input_names.add(name)
-        if self.needs_chunk() and torch.is_grad_enabled():
+        if self.scopes.needs_chunk() and torch.is_grad_enabled():
             self.mark_report.not_announced(name)
-        return InputGroup(self, self.active_handler(), name, required=alone, cost=cost)
+        return InputGroup(self, self.scopes.active_handler(), name, required=alone, cost=cost)
 
     def _send(self, handler: ChunkGroups, group: Group, forced: list[torch.Tensor]) -> None:
         handler.send(group, forced)
         if self.engine.limits.groups_in_flight is not None or self._leaving.input_names:
             self._leaving.sent(group)
-        self.pump()
+        self.tracker.pump()
 
     def input_read_next(self, handler: ChunkGroups) -> None:
         """The backward has come to the end of a recomputed call of this chunk. Of inputs that it is done
@@ -284,14 +299,14 @@ class GroupsManager(OpenScopes, Client):
         in the warm-up of this capture, starts anew, so that what the capture saves is fetched in its own
         order."""
         self._commit_open_groups()
-        forward = self._forward
+        forward = self.tracker.forward
         if forward is None or not forward.begun or any(forward.open_groups()):
             return
         if next(forward.saved.living(), None) is None:
             forward.reset()
-            if self._backward is forward:
-                self._backward = None
-            self._look_ahead()
+            if self.tracker.backward is forward:
+                self.tracker.backward = None
+            self.tracker.look_ahead()
 
     def capture_ends(self) -> None:
         """Send what was saved in the capture: it leaves before the capture ends, or never."""
@@ -299,7 +314,7 @@ class GroupsManager(OpenScopes, Client):
         self._commit_open_groups()
 
     def _commit_open_groups(self) -> None:
-        for handler in self._handlers.values():
+        for handler in self.tracker.handlers.values():
             for saved in handler.open_groups():
                 self.engine.store.commit(saved)
 
@@ -308,10 +323,10 @@ class GroupsManager(OpenScopes, Client):
         """Begin a chunk that a stage announces. While ends are guessed, one that begins again and finds
         nothing alive ends the step before it."""
         if self.guesses_ends:
-            handler = self._handlers.get(ChunkId(stage, microbatch))
-            if handler is not None and handler.begun and next(self.living_blocks(), None) is None:
+            handler = self.tracker.handlers.get(ChunkId(stage, microbatch))
+            if handler is not None and handler.begun and next(self.tracker.living_blocks(), None) is None:
                 self.end_inferred_step(guessed=True)
-        super().begin_chunk(stage, microbatch)
+        self.tracker.begin_chunk(stage, microbatch)
 
     def begin_step(self) -> None:
         """Give cached device memory back, once a plan is final."""
@@ -325,8 +340,8 @@ class GroupsManager(OpenScopes, Client):
         CaptureError in a capture.
         """
         self.ends_by_hand += 1
-        was_inferred = self._inferred_ends and not self._forward_order
-        if self.ends_by_hand == 1 and was_inferred and next(self.living_blocks(), None) is None:
+        was_inferred = self._inferred_ends and not self.tracker.forward_order
+        if self.ends_by_hand == 1 and was_inferred and next(self.tracker.living_blocks(), None) is None:
             return self.stats
         return self.engine.end_step()
 
@@ -340,12 +355,12 @@ class GroupsManager(OpenScopes, Client):
         What its graphs still hold is carried
         over; two such ends later it is dropped. In a capture nothing happens. Blocks the host: as
         `step_end`."""
-        by_hand = self.ends_by_hand or self._forwards_by_hand
+        by_hand = self.ends_by_hand or self.tracker.forwards_by_hand
         if self.ends_by_hand and not guessed:
-            self.mark_report.optimizer_stepped(len(self._forward_order))
-        if not (self._forward_order or guessed):
+            self.mark_report.optimizer_stepped(len(self.tracker.forward_order))
+        if not (self.tracker.forward_order or guessed):
             self.ledgers.step_is_whole()
-        if by_hand or not self._forward_order or self.engine.device.is_capturing():
+        if by_hand or not self.tracker.forward_order or self.engine.device.is_capturing():
             return
         self._infers_end, self.end_was_guessed = True, guessed
         self._inferred_ends += 1
@@ -356,50 +371,46 @@ class GroupsManager(OpenScopes, Client):
 
     def _drop_step(self) -> None:
         self.end_step()
-        super()._drop_step()
+        self.tracker.forget_step()
 
     def end_step(self) -> ClientStats:
         """End the step of the groups: what is still open is closed, what nobody read is dropped."""
-        while self._until_commit:
-            self.close_scope(self._until_commit.pop()[1])
+        tracker = self.tracker
+        if self.scopes.until_commit:
+            self.scopes.end_step()
         self._delayed.clear()
         self._leaving.step_ends()
-        handlers = [handler for handler in self._handlers.values() if handler.begun]
-        if self.do_offload:
-            by_hand = self._forwards_by_hand or self._announced
+        handlers = [handler for handler in tracker.handlers.values() if handler.begun]
+        if tracker.do_offload:
+            by_hand = tracker.forwards_by_hand or tracker.announced
             models = {handler: None if by_hand else handler.id.stage for handler in handlers}
-            self.mark_report.end_step(models, self.ledgers.survey, is_warmup=self.is_warmup)
-            for handler in self._backward_order:  # others were cut short by an exception
+            self.mark_report.end_step(models, self.ledgers.survey, is_warmup=self._planner.is_warmup)
+            for handler in tracker.backward_order:  # others were cut short by an exception
                 for saved in handler.open_groups():
                     self.mark_report.not_committed(saved.id.name)
         for handler in handlers:
             self.ledgers.count(handler.groups)
-        seconds = self._clock.end_step()
+        seconds = tracker.clock.end_step()
         figures = self.engine.end_saves(self._ending(handlers))
         for handler in handlers:
             handler.end_recording()
-        for handler in self._captured:
+        for handler in tracker.captured:
             handler.groups.clear()
-        self._ended = self._seen(seconds)
+        self._ended = tracker.seen(seconds)
         return figures
-
-    def _before_reset(self, handler: ChunkGroups) -> None:
-        self.ledgers.count(handler.groups)
 
     def _ending(self, handlers: list[ChunkGroups]) -> list[SavedChunk]:
         """The chunks whose tensors are dropped at this end: all, less what an inferred one carries over."""
-        chunks = [*self._carried, *((0, chunk) for chunk in self._retired)]
+        tracker, ending = self.tracker, list[SavedChunk]()
+        chunks = [*tracker.carried, *((0, chunk) for chunk in tracker.retired)]
         chunks += [(0, handler.saved) for handler in handlers]
-        carried = []
-        if self._infers_end:
-            carried = [
-                (ends + 1, chunk)
-                for ends, chunk in chunks
-                if ends < _ENDS_OUTLIVED and next(chunk.living(), None) is not None
-            ]
-        self._carried = carried
-        kept = {id(chunk) for _, chunk in carried}
-        return [chunk for _, chunk in chunks if id(chunk) not in kept]
+        tracker.carried = []
+        for ends, chunk in chunks:
+            if self._infers_end and ends < _ENDS_OUTLIVED and next(chunk.living(), None) is not None:
+                tracker.carried.append((ends + 1, chunk))
+            else:
+                ending.append(chunk)
+        return ending
 
     def step_ended(self, stats: StepStats) -> None:
         """Plan the next step from what was seen of this one, and print the summary once."""
@@ -407,10 +418,10 @@ class GroupsManager(OpenScopes, Client):
             seen, self._ended = self._ended, None
             assert seen is not None
             self.last_step = seen
-            planned = self.do_offload and self._planner.after_step(seen)
-            live_bytes = self._planner.live_peak_bytes if self.do_offload else None
+            planned = self.tracker.do_offload and self._planner.after_step(seen)
+            live_bytes = self._planner.live_peak_bytes if self.tracker.do_offload else None
             self.ledgers.write(stats, live_bytes, ran=bool(seen.forward_order), guessed=self.end_was_guessed)
-            self._forget_step()
+            self.tracker.forget_step()
         # where ends are inferred nobody asked for a table, and one rank's end waits for no other rank's
         if planned and self.print_summary and not self._infers_end:
             print_offload_summary_table(self.step_offload_bytes, process_group=self.process_group)

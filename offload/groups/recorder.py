@@ -22,8 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from offload.compile import untraced
 from offload.device import Event
 from offload.device.sim import SimDevice
-from offload.groups.manager import GroupsManager
 from offload.groups.scope import GroupScope
+from offload.groups.tracker import ChunkTracker
 from offload.ids import GroupId, Owner
 from offload.saved.filters import Verdict
 from offload.saved.handles import Handle
@@ -51,10 +51,10 @@ class _Timed:
 class Recorder:
     """From `start` to `finish`; one at a time for an engine."""
 
-    def __init__(self, manager: GroupsManager) -> None:
-        self._manager = manager
-        self._engine = manager.engine
-        self._device = manager.engine.device
+    def __init__(self, tracker: ChunkTracker) -> None:
+        self._tracker = tracker
+        self._engine = tracker.engine
+        self._device = tracker.engine.device
         self._spans: list[_Timed] = []
         self._samples: list[tuple[Event, MemorySample]] = []
         self._open: list[_Timed] = []  # forwards
@@ -211,7 +211,7 @@ class Recorder:
                 if block.state in _HELD and (block.transfer is None or block.transfer.settled)
             )
             if graphs:
-                self._without_bytes = sum(block.nbytes for block in self._manager.living_blocks())
+                self._without_bytes = sum(block.nbytes for block in self._tracker.living_blocks())
             if gradients:
                 self._weights_bytes, self._gradient_bytes = self._holdings.weights_and_gradients()
             saved_bytes = engine.transfers.device_bytes - freed_bytes + more_bytes

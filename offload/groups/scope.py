@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from offload.device import Lane
-from offload.groups.chunk import ChunkGroups, Committer
+from offload.groups.chunk import ChunkGroups, Committer, Regions
 from offload.groups.group import Cost, Group
 from offload.groups.halves import CallReads
 from offload.ids import ChunkId
@@ -92,8 +92,9 @@ class KeptGroup:
     handler: its chunk; None where nothing may leave. name: of the run's own group.
     """
 
-    def __init__(self, manager: Committer, handler: ChunkGroups | None, name: str) -> None:
+    def __init__(self, manager: Committer, regions: Regions, handler: ChunkGroups | None, name: str) -> None:
         self._manager = manager
+        self._regions = regions
         self._handler = handler
         self._name = name
         self._own: Group | None = None
@@ -106,7 +107,7 @@ class KeptGroup:
 
     def begin(self) -> None:
         """The region's forward begins."""
-        self._manager.open_regions += 1
+        self._regions.open_regions += 1
         if self._chunk is not None:
             self._together = self._chunk.take_noted()
 
@@ -129,7 +130,7 @@ class KeptGroup:
 
     def end(self) -> None:
         """The region's forward has ended, or raised."""
-        self._manager.open_regions -= 1
+        self._regions.open_regions -= 1
         together, self._together = self._together, []
         handler = self._handler
         if handler is None or handler.saved is not self._chunk:
@@ -193,10 +194,10 @@ class InputGroup:
 
     def reads(self) -> CallReads | None:
         """Reads known of the halves of the call's backward; None where it is whole, or not announced."""
-        saved = None if self._group is None else self._group.saved
-        if self._handler is None or saved is None:
+        handler, group = self._handler, self._group
+        if handler is None or handler.cursor is None or group is None or group.saved is None:
             return None
-        return self._manager.call_reads(self._handler, saved.id.place)
+        return handler.cursor.call_reads(handler, group.saved.id.place)
 
     def close(self, output: Any) -> None:
         """The call is over. output: what it returned, whose backward tells that the input will be read soon;

@@ -11,7 +11,7 @@ commit's hook or the first read of a backward tells the rest.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import cast
 
@@ -23,7 +23,7 @@ from offload.engine import OffloadEngine
 from offload.groups.chunk import ChunkGroups, VirtualPipelineQueue
 from offload.groups.halves import CallReads, HalfReads, RecomputedHalves
 from offload.groups.reports import FORWARDS_WITHOUT_END, MarkReport
-from offload.groups.seen import SeenStep, StepClock
+from offload.groups.seen import GroupLedgers, SeenStep, StepClock
 from offload.ids import ChunkId
 from offload.policy.actions import Action, Kind, Lookahead
 from offload.saved.handles import Handle, SavedChunk
@@ -38,35 +38,43 @@ _MOST_STAGES = 4096  # virtual ones of a rank: more than any model has layers
 
 
 class ChunkTracker:
-    """The chunks of one engine, by (virtual stage, microbatch), and the cursor over the step's actions."""
+    """The chunks of one engine, by (virtual stage, microbatch), and the cursor over the step's actions.
 
-    def __init__(self, engine: OffloadEngine) -> None:
+    ledgers: count what the groups of a chunk saved before its forward begins again. drop_step: drops the
+        bookkeeping of a step whose tensors have all been read: in a loop that never calls `step_end` it would
+        grow for ever.
+    """
+
+    def __init__(self, engine: OffloadEngine, ledgers: GroupLedgers, drop_step: Callable[[], None]) -> None:
         self.engine = engine
-        self.engine.on_read(self._on_read)
+        self.engine.on_read(self.on_read)
         self.do_offload = True
         self.mark_report = MarkReport()
-        self.open_regions = 0  # checkpointed forwards that keep a part, running now
-        self._clock = StepClock(engine.transfers)
-        self._handlers: dict[ChunkId, ChunkGroups] = {}
-        self._retired: list[SavedChunk] = []  # forwards of this step that were begun again
+        self._ledgers = ledgers
+        self._drop_step = drop_step
+        # with the names of other libraries in compat
+        self.new_chunk: Callable[..., ChunkGroups] = partial(ChunkGroups, engine=engine, cursor=self)
+        self.clock = StepClock(engine.transfers)
+        self.handlers: dict[ChunkId, ChunkGroups] = {}
+        self.retired: list[SavedChunk] = []  # forwards of this step that were begun again
         # in this step, into graphs: no step to come runs their marks
-        self._captured: set[ChunkGroups] = set()
+        self.captured: set[ChunkGroups] = set()
         self._lookahead = Lookahead()
-        self._queue = VirtualPipelineQueue()  # where neither a schedule nor an earlier step tells what comes
-        self._forward: ChunkGroups | None = None
-        self._backward: ChunkGroups | None = None
+        self.queue = VirtualPipelineQueue()  # where neither a schedule nor an earlier step tells what comes
+        self.forward: ChunkGroups | None = None
+        self.backward: ChunkGroups | None = None
         self._kind = "B"
         self._coming: list[ComingReads] = []
-        self._announced = False
+        self.announced = False
         # who says when a forward begins: a stage, inside one; else who called `begin_forward`; else nobody
         self.inside_announced_forward = False
         self._inferred: Action | None = None  # that is under way, where nobody announces any
-        self._forwards_by_hand = False
+        self.forwards_by_hand = False
         # of earlier steps, with the number of step ends that they have outlived
-        self._carried: list[tuple[int, SavedChunk]] = []
+        self.carried: list[tuple[int, SavedChunk]] = []
         self._counts: dict[int, int] = defaultdict(int)
-        self._forward_order: list[ChunkGroups] = []
-        self._backward_order: dict[ChunkGroups, None] = {}
+        self.forward_order: list[ChunkGroups] = []
+        self.backward_order: dict[ChunkGroups, None] = {}
         self._reads = 0
         self._read_bytes = 0  # since the prefetch was pumped last
         self._halves: defaultdict[int, HalfReads] = defaultdict(HalfReads)  # by stage
@@ -79,9 +87,9 @@ class ChunkTracker:
         step was seen to do."""
         self._lookahead.give(actions)
 
-    def _switch(self, on: bool) -> None:
+    def switch(self, on: bool) -> None:
         self.do_offload = on
-        for handler in self._handlers.values():
+        for handler in self.handlers.values():
             handler.do_offload = on
 
     # -- chunks, announced -----------------------------------------------------------------------------------
@@ -95,16 +103,16 @@ class ChunkTracker:
         check_index("stage", stage)
         check_index("microbatch", microbatch)
         with self.engine.lock:
-            self._announced = self.inside_announced_forward = True
+            self.announced = self.inside_announced_forward = True
             self._begin(ChunkId(stage, microbatch), self.engine.config.min_offloaded_tensor_size)
-            self._clock.start(Action("F", stage, microbatch))
+            self.clock.start(Action("F", stage, microbatch))
 
     def end_forward(self, stage: int, microbatch: int) -> None:
         """That forward is complete: its bytes may be fetched back from now on."""
         with self.engine.lock:
-            handler = self._handlers.get(ChunkId(stage, microbatch))
+            handler = self.handlers.get(ChunkId(stage, microbatch))
             self.inside_announced_forward = False
-            self._clock.stop(Action("F", stage, microbatch))
+            self.clock.stop(Action("F", stage, microbatch))
             if handler is not None:
                 handler.complete()
                 if self._halves[stage].input_reads is False:
@@ -114,7 +122,7 @@ class ChunkTracker:
                     passed := self._halves[stage].passed_over(handler.saved)
                 ):
                     handler.saved.expect_reverse(passed)
-                self._look_ahead()
+                self.look_ahead()
                 self.pump()
 
     def begin_backward(self, stage: int, microbatch: int, kind: str) -> None:
@@ -123,10 +131,10 @@ class ChunkTracker:
         check_index("stage", stage)
         check_index("microbatch", microbatch)
         with self.engine.lock:
-            handler = self._handlers.get(ChunkId(stage, microbatch))
+            handler = self.handlers.get(ChunkId(stage, microbatch))
             action = Action(cast(Kind, kind), stage, microbatch)
             self._lookahead.advance(action)
-            self._clock.start(action)
+            self.clock.start(action)
             self.engine.hooks.input_half, self.engine.hooks.passed = kind == "I", 0
             if handler is not None and handler.begun:
                 if kind == "I":
@@ -136,7 +144,7 @@ class ChunkTracker:
                 # a W after an I that read nothing is a whole backward
                 if kind == "I" or (kind == "W" and self._halves[stage].input_reads):
                     self.again.begin(kind, handler.id)
-                self._start_reading(handler, kind)
+                self.start_reading(handler, kind)
                 self.pump()
 
     def end_backward(self, stage: int, microbatch: int, kind: str) -> None:
@@ -144,8 +152,8 @@ class ChunkTracker:
         half reads less."""
         _check_backward(kind)
         with self.engine.lock:
-            handler = self._handlers.get(ChunkId(stage, microbatch))
-            self._clock.stop(Action(cast(Kind, kind), stage, microbatch))
+            handler = self.handlers.get(ChunkId(stage, microbatch))
+            self.clock.stop(Action(cast(Kind, kind), stage, microbatch))
             self.engine.hooks.input_half = False
             if handler is None or not handler.begun:
                 return
@@ -163,8 +171,8 @@ class ChunkTracker:
                 for place, group in enumerate(handler.groups):
                     group.left_bytes = self.again.left_bytes(handler.id, place)
                 self._log.clear()
-            self._backward = None
-            self._look_ahead()
+            self.backward = None
+            self.look_ahead()
             self.pump()
 
     # -- chunks, one call a forward --------------------------------------------------------------------------
@@ -198,23 +206,23 @@ class ChunkTracker:
             )
         if min_offloaded_tensor_size is not None:
             check_min_elements(min_offloaded_tensor_size)
-        self._forwards_by_hand = True
+        self.forwards_by_hand = True
         self._begin_next(stage, min_offloaded_tensor_size)
-        if self._forward is not None and torch._C._current_graph_task_id() == -1:
-            self._queue.resize(size)
-            self._queue.stage(self._forward, stage)
+        if self.forward is not None and torch._C._current_graph_task_id() == -1:
+            self.queue.resize(size)
+            self.queue.stage(self.forward, stage)
 
     def begin_inferred_forward(self, stage: int, min_elements: int | None) -> None:
         """A model whose forwards nobody announces begins one. Where somebody does, by `begin_chunk` or
         `begin_forward`, only the threshold is taken. stage: a virtual one, of its own for each model.
         min_elements: None for the config's. Blocks the host: as `begin_chunk`."""
-        if not (self.inside_announced_forward or self._forwards_by_hand):
+        if not (self.inside_announced_forward or self.forwards_by_hand):
             # a loss beside a pipeline's stages, which have numbers of their own
-            self._begin_next(stage + _MOST_STAGES if self._announced else stage, min_elements)
-            if self._forward is not None and not self._announced and torch._C._current_graph_task_id() == -1:
-                self._time_inferred(Action("F", *self._forward.id))
-        elif min_elements is not None and self._forward is not None:
-            self._forward.min_offloaded_tensor_size = min_elements
+            self._begin_next(stage + _MOST_STAGES if self.announced else stage, min_elements)
+            if self.forward is not None and not self.announced and torch._C._current_graph_task_id() == -1:
+                self._time_inferred(Action("F", *self.forward.id))
+        elif min_elements is not None and self.forward is not None:
+            self.forward.min_offloaded_tensor_size = min_elements
 
     def end_inferred_forward(self) -> None:
         """That forward is complete."""
@@ -226,10 +234,10 @@ class ChunkTracker:
         autograd says so."""
         with self.engine.lock:
             if self._inferred is not None:
-                self._clock.stop(self._inferred)
+                self.clock.stop(self._inferred)
             self._inferred = action
             if action is not None:
-                self._clock.start(action)
+                self.clock.start(action)
                 if action.kind == "B":
                     queue_callback(partial(self._time_ends, action))
 
@@ -241,10 +249,10 @@ class ChunkTracker:
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint runs a forward again
         with self.engine.lock:
-            if self._forward is not None:
-                self._forward.complete()
+            if self.forward is not None:
+                self.forward.complete()
             if not torch.is_grad_enabled():
-                self._forward = None  # an evaluation saves nothing, and is no microbatch of the step
+                self.forward = None  # an evaluation saves nothing, and is no microbatch of the step
                 return
             if self._counts[stage] >= FORWARDS_WITHOUT_END and next(self.living_blocks(), None) is None:
                 self._drop_step()
@@ -255,55 +263,49 @@ class ChunkTracker:
             self._begin(ChunkId(stage, microbatch), least)
             self.pump()
 
-    def _new_chunk(self, min_elements: int, chunk_id: ChunkId) -> ChunkGroups:
-        return ChunkGroups(min_elements, engine=self.engine, chunk_id=chunk_id, manager=self)
-
-    def _before_reset(self, handler: ChunkGroups) -> None:
-        """The forward of a chunk begins again in the same step; what its groups saved is still there."""
-
     def _following(self) -> ChunkGroups | None:
         """The chunk that is probably read next, if neither a schedule nor an earlier step tells: the first
         of the queue; where nobody says when a forward begins, the one whose forward began last, among those
         without a backward so far."""
-        if self._forwards_by_hand or self._announced:
-            return self._queue.front()
-        latest_first = reversed(self._forward_order)
-        return next((chunk for chunk in latest_first if chunk not in self._backward_order), None)
+        if self.forwards_by_hand or self.announced:
+            return self.queue.front()
+        latest_first = reversed(self.forward_order)
+        return next((chunk for chunk in latest_first if chunk not in self.backward_order), None)
 
     def _begin(self, chunk_id: ChunkId, min_elements: int) -> None:
-        handler = self._handlers.get(chunk_id)
+        handler = self.handlers.get(chunk_id)
         if handler is None:
-            handler = self._new_chunk(min_elements, chunk_id)
+            handler = self.new_chunk(min_elements, chunk_id=chunk_id)
             handler.do_offload = self.do_offload
-            self._handlers[chunk_id] = handler
+            self.handlers[chunk_id] = handler
         # the same forward again in one step: an exception was caught, or gradients are being verified
         elif handler.begun:
-            self._before_reset(handler)
-            self._retired.append(handler.saved)
-            self.mark_report.forwards(chunk_id.stage, len(self._retired))
+            self._ledgers.count(handler.groups)
+            self.retired.append(handler.saved)
+            self.mark_report.forwards(chunk_id.stage, len(self.retired))
             handler.reset()
         handler.min_offloaded_tensor_size = min_elements
-        self._forward = handler
-        if not self._forward_order:
+        self.forward = handler
+        if not self.forward_order:
             self.engine.begin_step()
         if (sees := self.engine.on_phase) is not None:
             sees(Phase.FORWARD)
-        self._forward_order.append(handler)
+        self.forward_order.append(handler)
         self._lookahead.advance(Action("F", *chunk_id))
-        self._look_ahead()
+        self.look_ahead()
 
     # -- reading ---------------------------------------------------------------------------------------------
     def reading(self, handler: ChunkGroups) -> None:
         """A hook of a commit ran, or a saved tensor was read: the chunk of `handler` is the one being
         read."""
         with self.engine.lock:
-            if handler is not self._backward and handler.begun:
-                if not self._announced:
+            if handler is not self.backward and handler.begun:
+                if not self.announced:
                     action = Action("B", *handler.id)
                     self._lookahead.advance(action)
-                    if not self._forwards_by_hand and torch._C._current_graph_task_id() != -1:
+                    if not self.forwards_by_hand and torch._C._current_graph_task_id() != -1:
                         self._time_inferred(action)
-                self._start_reading(handler, "B")
+                self.start_reading(handler, "B")
             self.pump()
 
     def _leave_for_weight_half(self, handler: ChunkGroups) -> None:
@@ -330,26 +332,26 @@ class ChunkTracker:
             reads = Action("I", *handler.id) in self._lookahead.actions
         return self.again.reads(handler.id, place) if reads else None
 
-    def _start_reading(self, handler: ChunkGroups, kind: str) -> None:
+    def start_reading(self, handler: ChunkGroups, kind: str) -> None:
         if (sees := self.engine.on_phase) is not None:
             sees(Phase.BACKWARD)
-        self._queue.discard(handler)
+        self.queue.discard(handler)
         handler.saved.complete()
-        self._backward = handler
+        self.backward = handler
         self._kind = kind
         self._reads = 0
         self._log.clear()
-        self._backward_order.setdefault(handler)
-        self._look_ahead()
+        self.backward_order.setdefault(handler)
+        self.look_ahead()
 
-    def _on_read(self, handle: Handle) -> None:
+    def on_read(self, handle: Handle) -> None:
         block = handle.record.block
         chunk_id = block.group.chunk
-        if self._backward is None or self._backward.id is not chunk_id:
-            handler = self._handlers.get(chunk_id)
+        if self.backward is None or self.backward.id is not chunk_id:
+            handler = self.handlers.get(chunk_id)
             if handler is None:
                 return
-            if handler is not self._backward:
+            if handler is not self.backward:
                 self.reading(handler)
         self._reads += 1
         if self._kind != "B":
@@ -360,17 +362,17 @@ class ChunkTracker:
             if self._read_bytes >= self.engine.prefetch.stride_bytes:
                 self.pump()
 
-    def _look_ahead(self) -> None:
+    def look_ahead(self) -> None:
         """The chunks that backwards will read next, soonest first; one whose forward runs is among them
         before it has saved anything."""
-        coming = [] if self._backward is None else [self._backward.saved.coming]
+        coming = [] if self.backward is None else [self.backward.saved.coming]
         # behind an I whose W fetches, what is read later would be fetched first
-        behind = self._kind == "I" and self._backward is not None and self._weight_half_waits
+        behind = self._kind == "I" and self.backward is not None and self._weight_half_waits
         for action in () if behind else self._lookahead.coming():
-            handler = self._handlers.get(ChunkId(*action.chunk))
+            handler = self.handlers.get(ChunkId(*action.chunk))
             if (
                 handler is not None
-                and (handler.begun or handler is self._forward)
+                and (handler.begun or handler is self.forward)
                 and handler.saved.coming not in coming
             ):
                 coming.append(handler.saved.coming)
@@ -383,53 +385,48 @@ class ChunkTracker:
 
     def living_blocks(self) -> Iterator[DeviceBlock]:
         """Every saved tensor of this step, or carried into it, that a graph still holds."""
-        chunks = [*self._retired, *(handler.saved for handler in self._handlers.values())]
-        for chunk in [*(chunk for _, chunk in self._carried), *chunks]:
+        chunks = [*self.retired, *(handler.saved for handler in self.handlers.values())]
+        for chunk in [*(chunk for _, chunk in self.carried), *chunks]:
             yield from chunk.living()
 
     def pump(self) -> None:
         """Keep the h2d lane supplied with what the coming reads want. Blocks the host: never."""
         self._read_bytes = 0
         if self._coming:
-            if self.engine.transfers.dropped and self._backward is not None:
-                self.engine.prefetch.look_back(self._backward.saved.coming)
+            if self.engine.transfers.dropped and self.backward is not None:
+                self.engine.prefetch.look_back(self.backward.saved.coming)
             self.engine.prefetch.pump(self._coming)
 
     # -- step ------------------------------------------------------------------------------------------------
-    def _seen(self, seconds: dict[Action, float] | None) -> SeenStep:
-        left_out = self._captured
-        begun = [handler for handler in self._handlers.values() if handler.begun]
+    def seen(self, seconds: dict[Action, float] | None) -> SeenStep:
+        left_out = self.captured
+        begun = [handler for handler in self.handlers.values() if handler.begun]
         return SeenStep(
             chunks=[handler for handler in begun if handler not in left_out],
-            forward_order=[handler for handler in self._forward_order if handler not in left_out],
-            backward_order=[handler for handler in self._backward_order if handler not in left_out],
+            forward_order=[handler for handler in self.forward_order if handler not in left_out],
+            backward_order=[handler for handler in self.backward_order if handler not in left_out],
             actions=self._lookahead.seen,
             seconds=seconds,
             idle=[stage for stage, halves in self._halves.items() if halves.input_reads is False],
             halves=self.again.seen(),
         )
 
-    def _drop_step(self) -> None:
-        """Drop the bookkeeping of a step whose tensors have all been read: in a loop that never calls
-        `step_end` it would grow for ever."""
-        self._forget_step()
-
-    def _forget_step(self) -> None:
+    def forget_step(self) -> None:
         """The step is over: what was seen of it becomes the hint for the next one."""
-        for handler in self._handlers.values():
+        for handler in self.handlers.values():
             if handler.begun:
                 handler.reset()
-        self._retired.clear()
-        self._captured.clear()
+        self.retired.clear()
+        self.captured.clear()
         self.again.end_step()
         self._lookahead.end_step()
-        self._queue.clear()
-        self._forward = self._backward = None
+        self.queue.clear()
+        self.forward = self.backward = None
         self._inferred = None
         self._coming = []
         self._counts.clear()
-        self._forward_order = []
-        self._backward_order = {}
+        self.forward_order = []
+        self.backward_order = {}
 
 
 def _check_backward(kind: str) -> None:

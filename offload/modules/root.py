@@ -66,7 +66,7 @@ class GroupCall(NamedTuple):
 
     def close(self, output: Any, failed: bool) -> None:
         """Its forward is over: the hooks go, and the group's bytes leave unless the forward raised."""
-        self.manager.close_scope(self.installed)
+        self.manager.scopes.close_scope(self.installed)
         with self.manager.engine.lock:  # another thread may run a forward beside this one
             closed = self.handler.close_own(self.group)
         if not closed or failed:  # not: the chunk was begun again inside the forward
@@ -159,7 +159,7 @@ class ModelRoot(Root):
                 try:
                     call = self.open_own()
                 except BaseException:
-                    self.manager().close_scope(watched)
+                    self.manager().scopes.close_scope(watched)
                     raise
                 self.takes = call is not None
         self._here.running += 1
@@ -171,12 +171,12 @@ class ModelRoot(Root):
             return
         self._here.running -= 1
         if self._here.running == 0:
-            self.manager().end_inferred_forward()
+            self.manager().tracker.end_inferred_forward()
         if forward.call is not None:
             self.takes = False
             forward.call.close(output, failed)
         if forward.watched is not None:
-            self.manager().close_scope(forward.watched)
+            self.manager().scopes.close_scope(forward.watched)
 
     def _say_inside(self) -> None:
         self.say_once(
@@ -241,14 +241,14 @@ class ModelRoot(Root):
     def _note_alone(self, name: str) -> None:
         """A block is called without the model, as where a loss calls an inner model. Blocks that follow one
         another so are one forward, until one comes again or what they saved is read."""
-        handler = self.manager().active_handler()
+        handler = self.manager().scopes.active_handler()
         if self._alone is not None and handler is not None:
             saved, names = self._alone
             if handler.saved is saved and not saved.readable and name not in names:
                 names.add(name)
                 return
         self._begin_chunk(may_end=name in self._ran)
-        handler = self.manager().active_handler()
+        handler = self.manager().scopes.active_handler()
         self._alone = None if handler is None else (handler.saved, {name})
 
     def is_last(self, name: str) -> bool:
@@ -260,7 +260,7 @@ class ModelRoot(Root):
         if name != self._last:
             return
         if self._here.running == 0:
-            self.manager().end_inferred_forward()
+            self.manager().tracker.end_inferred_forward()
         if not self._everything:
             self.takes = False
         if self._here.running and not self.peak.is_over:
@@ -284,7 +284,7 @@ class ModelRoot(Root):
         """Open a group in the current chunk, and install hooks; None where nothing may leave. between: it
         takes only while `takes` is set. required: no plan keeps it on the device. cost: of its block."""
         manager = self.manager()
-        handler = manager.active_handler()
+        handler = manager.scopes.active_handler()
         if handler is None:
             return None
         manager.engine.transfers.check_capture(f"group {name!r}")

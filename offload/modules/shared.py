@@ -180,7 +180,7 @@ class WatermarkRoot(ModelRoot):
 
     def open_own(self) -> _ManagedCall | None:
         """Open a managed forward; None where nothing is saved."""
-        if not (torch.is_grad_enabled() and self.manager().do_offload):
+        if not (torch.is_grad_enabled() and self.manager().tracker.do_offload):
             return None
         context = ActivationHookContext(self.runtime, self._min_numel)
         context.__enter__()

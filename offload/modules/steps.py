@@ -113,11 +113,11 @@ class Steps:
         # inside an announced forward it is too late: its chunk has begun (`GroupsManager.begin_chunk`)
         if (
             may_end
-            and not (root.end_seen or manager.inside_announced_forward)
-            and next(manager.living_blocks(), None) is None
+            and not (root.end_seen or manager.tracker.inside_announced_forward)
+            and next(manager.tracker.living_blocks(), None) is None
         ):
             self._end(manager, by=None)
-        manager.begin_inferred_forward(root.stage, min_elements)
+        manager.tracker.begin_inferred_forward(root.stage, min_elements)
 
     @untraced
     def _optimizer_steps(self, returns: bool, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

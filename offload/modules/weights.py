@@ -46,8 +46,8 @@ class WeightsRoot(Root):
             return
         if not self._stepped or by in self._stepped:
             self._stepped.clear()
-            self._manager().begin_inferred_forward(self.stage, None)
-            self._manager().end_inferred_forward()
+            self._manager().tracker.begin_inferred_forward(self.stage, None)
+            self._manager().tracker.end_inferred_forward()
         self._stepped.add(by)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ class WeightsRoot(Root):
     def leave(self, state: None, output: Any, failed: bool) -> None:
         self._here.running -= 1
         if self._here.running == 0:
-            self._manager().end_inferred_forward()
+            self._manager().tracker.end_inferred_forward()
 
 
 def weights_limit(weights: float | str | None) -> int | None:

@@ -195,7 +195,7 @@ def test_a_restore_without_room_gives_up_ahead_of_its_reader_and_makes_room_for_
     x = torch.full((N // 4,), 0.5, device=DEVICE, requires_grad=True)
     y = chain(x, 3).square().sum()
     manager.end_forward(0, 0)
-    first, second, third = list(manager._handlers[next(iter(manager._handlers))].saved.living())
+    first, second, third = list(manager.tracker.handlers[next(iter(manager.tracker.handlers))].saved.living())
     for record in (first, second, third):
         assert record.transfer is not None
         transfers.settle_spill(record.transfer)

@@ -129,7 +129,7 @@ def test_a_trace_is_read_after_its_block_one_at_a_time_and_never_when_cut_off(
         raise KeyError
     with pytest.raises(RuntimeError, match="was cut off by an exception"):
         cut.timeline  # noqa: B018
-    Recorder(manager).stop()  # of one that was never started
+    Recorder(manager.tracker).stop()  # of one that was never started
     with offload.tracing():
         pass
 

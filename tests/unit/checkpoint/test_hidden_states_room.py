@@ -169,7 +169,7 @@ def test_with_microbatches_in_flight_the_prefetch_follows_the_order_that_was_rec
             inputs.append(source(microbatch))
             losses.append(module(inputs[-1]).square().mean())
         if announce:
-            ahead.append([str(coming.chunk) for coming in manager._coming])
+            ahead.append([str(coming.chunk) for coming in manager.tracker._coming])
         for loss in losses:
             loss.backward()
         return [*(x.grad for x in inputs if x.grad is not None), *values(module, inputs[0])]

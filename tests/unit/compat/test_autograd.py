@@ -92,7 +92,7 @@ def test_the_long_names_are_nodes_whose_backward_tells_the_chunk_and_the_group_m
     for what in ("on_group_start_forward", "commit", "on_group_commit_backward", "on_group_start_backward"):
         watch(ChunkOffloadHandler, what)
     for what in ("reading", "pump"):
-        watch(manager, what)
+        watch(manager.tracker, what)
     x = leaf()
     init_chunk_handler(None, None, 1)
     started = page.fine_grained_offloading_group_start(x, "a")

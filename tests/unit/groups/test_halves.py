@@ -224,7 +224,7 @@ def test_the_weight_half_gives_the_device_back_what_it_has_read() -> None:
         transfers = manager.engine.transfers
 
         def after_read(handle: Handle) -> None:
-            if manager._kind == "W":
+            if manager.tracker._kind == "W":
                 microbatch = handle.record.block.group.chunk.microbatch
                 most[microbatch] = max(most[microbatch], transfers.restoring_bytes)
 
@@ -302,7 +302,7 @@ def test_the_plan_counts_for_a_weight_half_what_it_was_seen_to_read() -> None:
     seen: list[SeenStep] = []
 
     def look(driver: HalfDriver) -> None:
-        seen.append(driver.manager._seen(None))
+        seen.append(driver.manager.tracker.seen(None))
 
     driven(W_NEXT, look=look)
     known, sizes = seen[0].schedule()
@@ -332,7 +332,7 @@ def test_an_input_half_that_reads_nothing_is_no_action_of_the_plan() -> None:
                 if kind == "W":
                     y.sum().backward()
                 manager.end_backward(0, 0, kind)
-            known, sizes = manager._seen(None).schedule()
+            known, sizes = manager.tracker.seen(None).schedule()
             assert " ".join(map(str, known)) == "0F0 0W0"
             assert [size.half_bytes for size in sizes[0, 0]] == [None, None]
             manager.step_end()
@@ -344,7 +344,7 @@ def test_an_input_half_of_products_alone_is_one() -> None:
     module.ends = True
     seen: list[SeenStep] = []
     with installed(build_manager(piece_bytes=1)) as manager:
-        driver = HalfDriver(module, manager, lambda driver: seen.append(manager._seen(None)))
+        driver = HalfDriver(module, manager, lambda driver: seen.append(manager.tracker.seen(None)))
         for _ in range(2):
             driver.step(W_NEXT)
     assert driver.restored <= 2

@@ -257,7 +257,7 @@ def test_model_level_use(manager: PipelineOffloadManager) -> None:
             module(torch.randn(12, 16)).square().mean().backward()
         stats = reset()
         assert stats.saved > 0
-    assert [handler.id.microbatch for handler in manager._handlers.values()] == [0, 1, 2]
+    assert [handler.id.microbatch for handler in manager.tracker.handlers.values()] == [0, 1, 2]
 
 
 def test_step_end_without_a_manager_makes_none() -> None:

@@ -95,7 +95,7 @@ def test_what_a_save_drops_of_the_next_window_is_fetched_again_and_not_the_rest_
         for _ in range(steps):
             manager.set_order(order)
             impose(manager.engine, kept_limit_bytes=None)  # of the planner's own plan
-            for handler in manager._handlers.values():
+            for handler in manager.tracker.handlers.values():
                 handler.stays, handler.stays_from = (
                     frozenset(range(6, layers) if handler.id.microbatch == 1 else ()),
                     {},

@@ -118,13 +118,13 @@ def test_streams_handlers_and_groups_are_made_once(manager: PipelineOffloadManag
     driver = Driver(build_stages())
     driver.step(gpipe(2))
     streams = (manager.d2h_stream, manager.h2d_stream)
-    handlers = dict(manager._handlers)
+    handlers = dict(manager.tracker.handlers)
     groups = [group for handler in handlers.values() for group in handler.groups]
     for _ in range(2):
         driver.step(gpipe(2))
     assert (manager.d2h_stream, manager.h2d_stream) == streams
-    assert manager._handlers == handlers
-    assert [group for handler in manager._handlers.values() for group in handler.groups] == groups
+    assert manager.tracker.handlers == handlers
+    assert [group for handler in manager.tracker.handlers.values() for group in handler.groups] == groups
 
 
 # -- switches ------------------------------------------------------------------------------------------------
@@ -134,11 +134,11 @@ def test_switch_reaches_every_cached_chunk(manager: PipelineOffloadManager) -> N
     for switch, on in ((manager.disable_offload, False), (manager.enable_offload, True)):
         switch()
         assert manager.do_offload is on
-        assert [handler.do_offload for handler in manager._handlers.values()] == [on] * 3
+        assert [handler.do_offload for handler in manager.tracker.handlers.values()] == [on] * 3
     manager.disable_offload()
     init_chunk_handler(None, None, 1)
     init_chunk_handler(2, 1, 1)  # one that is made while it is off
-    assert [handler.do_offload for handler in manager._handlers.values()] == [False] * 4
+    assert [handler.do_offload for handler in manager.tracker.handlers.values()] == [False] * 4
 
 
 @pytest.mark.req("S2-52")

@@ -227,7 +227,7 @@ def test_a_loop_that_never_ends_a_step_does_not_grow(
         if number == 14:
             unread.sum().backward()
             unread = None
-        assert len(manager._handlers) <= 11
+        assert len(manager.tracker.handlers) <= 11
     step_end()
     del y
     assert manager.engine.transfers.device_bytes == manager.engine.arena.lent_bytes == 0

@@ -95,7 +95,7 @@ def test_reload_goes_on_in_the_next_chunk_once_that_has_finished_its_forward(
     own, (tag,) = group_of(read_now, "a", torch.randn(64))
     settle(manager, own)
     with monkeypatch.context() as alone:  # the manager looks at the end of a forward too, and would be first
-        alone.setattr(type(manager), "pump", lambda _: None)
+        alone.setattr(manager.tracker, "pump", lambda: None)
         begun(manager)
     read_now.bulk_reload()
     assert states(own) == ["RESTORING"]  # its own groups come first
@@ -131,7 +131,7 @@ def test_last_group_of_a_name_stays_in_the_chunk_that_is_read_next(manager: Pipe
             group_of(handler, name)
             assert not handler.groups[-1].stays
     for handler in (second, first):
-        manager.reading(handler)
+        manager.tracker.reading(handler)
     step_end()
     assert not manager.is_warmup
     for handler in (begun(manager), begun(manager)):

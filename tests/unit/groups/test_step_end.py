@@ -44,7 +44,7 @@ def test_reset_starts_an_iteration_with_nothing_of_the_last(manager: PipelineOff
     )
     assert all(
         not handler.begun and handler.find_next_group() is handler.groups[0]
-        for handler in manager._handlers.values()
+        for handler in manager.tracker.handlers.values()
     )
     assert manager.engine.transfers.device_bytes == manager.engine.arena.stats().lent == 0
     init_chunk_handler(None, None, 1)

@@ -363,7 +363,7 @@ def test_the_first_groups_of_a_chunk_leave_until_what_is_left_stays() -> None:
         driver.step(gpipe(1))
         assert (manager.stats.spill_bytes, manager.stats.kept_bytes) == (saved_bytes // 2,) * 2
         manager.start_from(None)
-        assert all(chunk.first_leave_bytes is None for chunk in manager._handlers.values())
+        assert all(chunk.first_leave_bytes is None for chunk in manager.tracker.handlers.values())
 
 
 def test_nothing_that_a_plan_kept_stays_in_the_step_after_it() -> None:

@@ -95,7 +95,7 @@ def test_forward_chunks_are_walked_after_warm_up_until_they_are_exhausted(
     assert manager.pop_forward_chunk("fc1") is manager.cur_forward_chunk()
     step_end()
     driver.step(gpipe(2))
-    first, second = manager._handlers.values()
+    first, second = manager.tracker.handlers.values()
     for _ in range(2):
         assert manager.pop_forward_chunk() is first
         assert manager.pop_forward_chunk("act") is first
@@ -134,17 +134,17 @@ def test_queue_by_hand_hands_out_chunks_and_asserts_when_there_are_none(
     pushed = handlers[1]
     assert pushed is not None
     manager.push(pushed)
-    assert [*manager._backward_order] == [handlers[1]]
+    assert [*manager.tracker.backward_order] == [handlers[1]]
     assert manager.pop_backward_chunk("of stage 1") is handlers[1]
     init_chunk_handler(3, 0, 1)
     with pytest.raises(
         AssertionError, match=r"No non-empty chunk found among 0 queued chunks for group None"
     ):
         manager.pop_backward_chunk()
-    manager._queue.stages[2].append(pushed)
+    manager.tracker.queue.stages[2].append(pushed)
     with pytest.raises(AssertionError, match=r"All stages must have same chunk count, got \[1, 0, 1\]"):
         manager.flush()
-    manager._queue.stages[1].append(pushed)
+    manager.tracker.queue.stages[1].append(pushed)
     manager.flush()
     assert manager.front_backward_chunk() is pushed
 
@@ -157,12 +157,12 @@ def test_push_in_warm_up_foretells_the_backward_order_and_later_does_not(
     handler = manager.cur_forward_chunk()
     assert handler is not None
     manager.push(handler)
-    assert [*manager._backward_order] == [handler]
+    assert [*manager.tracker.backward_order] == [handler]
     step_end()
     assert not manager.is_warmup
     init_chunk_handler(None, None, 1)
     manager.push(handler)
-    assert [*manager._backward_order] == []
+    assert [*manager.tracker.backward_order] == []
 
 
 # -- announced chunks ----------------------------------------------------------------------------------------
@@ -186,13 +186,22 @@ def test_announced_and_counted_chunks_move_the_same_bytes() -> None:
 
 
 def test_order_that_is_given_wins_over_the_one_that_was_seen(manager: PipelineOffloadManager) -> None:
-    driver = Driver(build_stages())
+    driver, tracker = Driver(build_stages()), manager.tracker
     driver.step(gpipe(2))
-    assert [action for action in manager._lookahead.actions if action[0] == "B"] == [("B", 0, 0), ("B", 0, 1)]
+    assert [action for action in tracker._lookahead.actions if action[0] == "B"] == [
+        ("B", 0, 0),
+        ("B", 0, 1),
+    ]
     manager.set_order(lifo(2))
-    assert [action for action in manager._lookahead.actions if action[0] == "B"] == [("B", 0, 1), ("B", 0, 0)]
+    assert [action for action in tracker._lookahead.actions if action[0] == "B"] == [
+        ("B", 0, 1),
+        ("B", 0, 0),
+    ]
     manager.set_order(None)
-    assert [action for action in manager._lookahead.actions if action[0] == "B"] == [("B", 0, 0), ("B", 0, 1)]
+    assert [action for action in tracker._lookahead.actions if action[0] == "B"] == [
+        ("B", 0, 0),
+        ("B", 0, 1),
+    ]
 
 
 def test_backward_of_a_chunk_that_was_never_begun_is_nothing(manager: PipelineOffloadManager) -> None:
@@ -209,7 +218,7 @@ def test_evaluation_is_no_microbatch_unless_it_saves(manager: PipelineOffloadMan
     driver = Driver(build_stages(2, 1))
     for _ in range(3):
         driver.step([("eval", with_grad, 3), *interleaved(2), ("eval", with_grad, 3)])
-        assert len(manager._handlers) == 2 * (2 + 6 * with_grad)
+        assert len(manager.tracker.handlers) == 2 * (2 + 6 * with_grad)
 
 
 @pytest.mark.req("S2-50", "S4-45")
@@ -240,7 +249,7 @@ def test_forward_that_a_checkpoint_runs_again_is_no_further_microbatch(
         checkpoint(
             whole_forward, torch.randn(ROWS, WIDTH, requires_grad=True), use_reentrant=False
         ).sum().backward()  # type: ignore[union-attr]
-    assert [handler.id.microbatch for handler in manager._handlers.values()] == [0, 1]
+    assert [handler.id.microbatch for handler in manager.tracker.handlers.values()] == [0, 1]
 
 
 # -- how often the prefetch looks ----------------------------------------------------------------------------

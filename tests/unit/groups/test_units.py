@@ -128,7 +128,7 @@ def test_what_a_plan_keeps_of_a_group_never_moves_and_the_rest_does(stays_from: 
         driver = Driver(build_stages(names=("a",)), announced=True)
         found = [driver.step(order)]
         whole = manager.stats
-        for handler in manager._handlers.values():
+        for handler in manager.tracker.handlers.values():
             sizes = [dict(group.slot_bytes) for group in handler.groups]
             handler.stays, handler.stays_from = (
                 frozenset(),
@@ -136,7 +136,7 @@ def test_what_a_plan_keeps_of_a_group_never_moves_and_the_rest_does(stays_from: 
             )
         found.append(driver.step(order))
         leaving = sum(nbytes for group in sizes for slot, nbytes in group.items() if slot < stays_from) * len(
-            manager._handlers
+            manager.tracker.handlers
         )
         assert manager.stats.spill_bytes == leaving
         assert manager.stats.saved == whole.saved
@@ -224,7 +224,7 @@ def test_plan_that_keeps_sparse_views_settles() -> None:
         kept = []
         for step in range(4):
             assert_same(gradients[step : step + 1], [driver.step(order)])
-            kept.append([handler.stays for handler in manager._handlers.values()])
+            kept.append([handler.stays for handler in manager.tracker.handlers.values()])
         assert any(kept[0])
         assert kept == kept[:1] * 4
 
@@ -243,7 +243,7 @@ def test_summary_counts_what_leaves_before_and_after_times_are_known(monkeypatch
         found, parts = [], []
         for step in range(steps):
             promised = manager.offload_summary_total_bytes
-            parts.append([dict(handler.stays_from) for handler in manager._handlers.values()])
+            parts.append([dict(handler.stays_from) for handler in manager.tracker.handlers.values()])
             found.append(driver.step(order))
             assert step == 0 or manager.stats.spill_bytes == promised
         assert any(any(own) for own in parts), "no plan kept a group in part"

@@ -158,7 +158,7 @@ class Stage:
                     stage_backward_weight(iter(parameters), self.graphs.pop(microbatch))
                 manager.end_backward(*action.chunk, kind)
             seen.append((word, Block.forwards, manager.engine.transfers.resident_bytes))
-        self.reads = manager.again.seen()[action.chunk]
+        self.reads = manager.tracker.again.seen()[action.chunk]
         manager.step_end()
         return seen
 
@@ -225,11 +225,11 @@ def test_a_block_that_is_computed_by_a_whole_backward_of_a_split_schedule_gives_
     with installed(build_manager()) as manager:
         pipeline = Pipeline("zbv", "hidden_states")
         pipeline.step()
-        assert manager._halves[0].input_reads is False
+        assert manager.tracker._halves[0].input_reads is False
         manager.begin_chunk(0, 0)
-        assert manager.call_reads(manager._handlers[ChunkId(0, 0)], 0) is None
+        assert manager.tracker.call_reads(manager.tracker.handlers[ChunkId(0, 0)], 0) is None
         manager.begin_chunk(1, 0)
-        assert manager.call_reads(manager._handlers[ChunkId(1, 0)], 0) is not None
+        assert manager.tracker.call_reads(manager.tracker.handlers[ChunkId(1, 0)], 0) is not None
         manager.step_end()
 
 

@@ -360,8 +360,8 @@ def test_the_order_of_a_schedule_that_is_followed_is_known_to_each_manager_from_
     for _ in range(2):
         manager = new_manager()
         run(schedule)
-        assert manager._lookahead.actions == actions_of(schedule, 0)
-        assert manager._lookahead.seen == actions_of(schedule, 0)
+        assert manager.tracker._lookahead.actions == actions_of(schedule, 0)
+        assert manager.tracker._lookahead.seen == actions_of(schedule, 0)
 
 
 @pytest.mark.usefixtures("no_manager")
@@ -436,6 +436,6 @@ def test_a_model_beside_the_stages_has_chunks_of_its_own() -> None:
             "gpipe", [alone(module)], lambda output, target: (judge(output) - target).square().sum()
         )
     )
-    begun = [handler.id for handler in manager._handlers.values() if handler.begun]
+    begun = [handler.id for handler in manager.tracker.handlers.values() if handler.begun]
     assert len(begun) == 2 * MICROBATCHES
-    assert len(manager._retired) == 0
+    assert len(manager.tracker.retired) == 0

@@ -106,7 +106,7 @@ def last_of_five(forward: Callable[[Tensor, bool], Tensor]) -> tuple[Tensor, Ste
     and the others leave."""
     with installed(build_manager(activation_offload_fraction=1.0)) as manager:
         for number in range(5):
-            for handler in manager._handlers.values():
+            for handler in manager.tracker.handlers.values():
                 handler.stays = frozenset({0})
             found = step(lambda x, last=number == 4: forward(x, last))  # type: ignore[misc]
     return found

@@ -155,7 +155,7 @@ def test_a_manager_that_is_dropped_without_a_close_takes_its_windows_along() -> 
     manager._planner._look_ahead(512, 256)
     manager._leaving._ahead.bound("inputs_ahead_bytes", 100)
     assert (engine.limits.max_restoring_bytes, engine.limits.inputs_ahead_bytes) == (512, 100)
-    engine.off_read(manager._on_read)
+    engine.off_read(manager.tracker.on_read)
     gone = weakref.ref(manager)
     del manager
     gc.collect()

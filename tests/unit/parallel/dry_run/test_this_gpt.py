@@ -136,7 +136,7 @@ def test_what_the_halves_of_a_split_backward_read_is_what_those_of_a_real_run_we
         manager.begin_backward(1, 0, "W")
         stage_backward_weight(iter(parameters), groups)
         manager.end_backward(1, 0, "W")
-        seen = manager._seen(None).schedule()[1][1, 0]
+        seen = manager.tracker.seen(None).schedule()[1][1, 0]
         manager.step_end()
     halves = trace_halves(OneLayer(build_stage()), hidden)
     assert sum(size.w_bytes for size in seen) == LAYERS * halves.read_bytes
