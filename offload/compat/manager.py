@@ -187,7 +187,7 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
                 f"push_offload_groups got a {type(group_hook).__name__}, must be a function of the tensors "
                 "to release"
             )
-        self._delayed.append(
+        self.scopes.delayed.append(
             (self.engine.transfers.capture, partial(group_hook, checked_tensors(forced_released_tensors)))
         )
 

@@ -1,11 +1,12 @@
 """The handler of one chunk: which of its groups is open, which groups leave, and when their tensors are sent
-and fetched; and the virtual-pipeline queue: from the order in which chunks were announced, the order in which
-their backwards should come.
+and fetched; the scope that takes what autograd saves for a group; and the virtual-pipeline queue: from
+the order in which chunks were announced, the order in which their backwards should come.
 
 One invariant: every tensor that autograd hands back finds its own record through its handle; a handler is
 never asked "which chunk is current" to read anything. Positions (`_index`, the recorded groups) serve the
-plan and the prefetch only. The queue is a hint for the first step, when no schedule was given and no step has
-been seen. Correctness never asks it.
+plan and the prefetch only. What a scope is given after its chunk was begun again, or after its step, stays
+on the device. The queue is a hint for the first step, when no schedule was given and no step has been seen.
+Correctness never asks it.
 
 A handler is built once for each (virtual stage, microbatch) and used again in every step. `saved` is what it
 holds of this step.
@@ -19,14 +20,14 @@ from typing import Protocol
 import torch
 
 from offload.config import check_min_elements
+from offload.device import Lane
 from offload.engine import OffloadEngine
 from offload.errors import GroupOrderError
 from offload.groups.group import Cost, Group
-from offload.groups.halves import CallReads
 from offload.groups.release import release
 from offload.ids import ChunkId, GroupId
 from offload.saved.filters import Verdict, judge
-from offload.saved.handles import SavedChunk, SavedGroup
+from offload.saved.handles import Handle, SavedChunk, SavedGroup
 from offload.transfer.block import DeviceBlock
 
 
@@ -36,22 +37,6 @@ class Cursor(Protocol):
     def living_blocks(self) -> Iterator[DeviceBlock]: ...
 
     def reading(self, handler: ChunkGroups) -> None: ...
-
-    def call_reads(self, handler: ChunkGroups, place: int) -> CallReads | None: ...
-
-
-class Regions(Protocol):
-    """Counter of the checkpointed forwards that keep a part and run now."""
-
-    open_regions: int
-
-
-class Committer(Protocol):
-    """Receiver of the reports of a group that is opened and closed for a caller who sets no marks."""
-
-    def commit(self, handler: ChunkGroups, group: Group) -> None: ...
-
-    def input_read_next(self, handler: ChunkGroups) -> None: ...
 
 
 class ChunkGroups:
@@ -239,6 +224,65 @@ class ChunkGroups:
         chunk is the one being read. Nothing waits here; each reader waits for its own bytes."""
         if self.cursor is not None:
             self.cursor.reading(self)
+
+
+class GroupScope:
+    """Takes what autograd saves for `group`, until it is committed; after that a save is passed on to the
+    scope outside."""
+
+    __slots__ = ("_group", "_handler", "_saved", "min_elements")
+
+    def __init__(self, handler: ChunkGroups, group: Group) -> None:
+        self._handler = handler
+        self._group = group
+        self._saved = group.saved
+        self.min_elements = handler.min_offloaded_tensor_size
+
+    @property
+    def name(self) -> str:
+        """Name of the group that owns what is saved."""
+        return self._group.name
+
+    @property
+    def chunk(self) -> ChunkId:
+        """Chunk of that group."""
+        return self._handler.id
+
+    def take(self, tensor: torch.Tensor) -> Handle | None:
+        group, saved, handler = self._group, self._saved, self._handler
+        if group.committed or saved is None or group.saved is not saved or not handler.do_offload:
+            return None
+        if not tensor.requires_grad:
+            saved.unwritten_until = torch._C._autograd._get_sequence_nr()
+        return handler.engine.store.save(tensor, handler.saved, saved)
+
+    def note_replayed(self, tensor: torch.Tensor) -> None:
+        self._group.replayed[tensor.untyped_storage().data_ptr()] = tensor.numel() * tensor.element_size()
+
+
+class KeptScope(GroupScope):
+    """Takes what an operator made while `group` was open, though by now the group may be committed and sent:
+    the rest is sent after it.
+
+    lane: the compute lane that the operator ran on; None for the current one at the save.
+    """
+
+    __slots__ = ("_lane",)
+
+    def __init__(self, handler: ChunkGroups, group: Group, lane: Lane | None) -> None:
+        super().__init__(handler, group)
+        self._lane = lane
+
+    def take(self, tensor: torch.Tensor) -> Handle | None:
+        group, saved, handler = self._group, self._saved, self._handler
+        if saved is None or group.saved is not saved or not handler.do_offload:
+            return None
+        # the region's dispatch mode would only hand on, at 10 microseconds a call
+        with torch._C._DisableTorchDispatch():
+            handle = handler.engine.store.save(tensor, handler.saved, saved, self._lane)
+            if group.sent:
+                handler.send(group, [])
+        return handle
 
 
 class VirtualPipelineQueue:

@@ -1,28 +1,23 @@
-"""The manager: what a user of groups talks to. Commits, the plan, the end of a step.
+"""The manager: what a user of groups talks to. The plan, the end of a step.
 
 One invariant: it decides and never moves bytes itself. Its tracker (tracker.py) knows which chunk is
-current and what is read next; its scopes (open_scopes.py) install and remove hooks. A caller on a hot path
+current and what is read next; its scopes (scopes.py) install hooks and send groups. A caller on a hot path
 holds the part itself, or calls the part's method, which a public name of the manager is bound to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 from offload.client import Client
-from offload.compile import CompileReport, import_compiler
+from offload.compile import import_compiler
 from offload.config import OffloadConfig, check_bytes
 from offload.engine import OffloadEngine, default_engine
 from offload.errors import PoolError
 from offload.groups.chunk import ChunkGroups
-from offload.groups.group import ROUTING, Cost, Group, LeavingGroups
-from offload.groups.open_scopes import OpenScopes
-from offload.groups.release import checked_tensors
-from offload.groups.scope import InputGroup, KeptGroup
+from offload.groups.scopes import Scopes
 from offload.groups.seen import GroupLedgers, SeenStep
 from offload.groups.step_planner import StepPlanner
 from offload.groups.tracker import ChunkTracker
@@ -32,7 +27,6 @@ from offload.saved.handles import SavedChunk
 from offload.telemetry.figures import Ledger
 from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.summary import print_offload_summary_table
-from offload.transfer.block import CapturedGraph
 
 # of inferred ends, by what a step has saved: a generator's graph outlives the discriminator's step
 _ENDS_OUTLIVED = 2
@@ -58,21 +52,19 @@ class GroupsManager(Client):
         self.engine = engine = engine if engine is not None else default_engine()
         self.ledgers = GroupLedgers(engine)
         self.tracker = tracker = ChunkTracker(engine, self.ledgers, self._drop_step)
-        self.scopes = scopes = OpenScopes(tracker)
+        self._planner = StepPlanner(engine)
+        self.scopes = scopes = Scopes(tracker, self._planner)
         self.mark_report = tracker.mark_report
         self.set_order, self.living_blocks = tracker.set_order, tracker.living_blocks
         self.begin_forward, self.end_forward = tracker.begin_forward, tracker.end_forward
         self.begin_backward, self.end_backward = tracker.begin_backward, tracker.end_backward
         self.active_handler, self.needs_chunk = scopes.active_handler, scopes.needs_chunk
         self.open_scope, self.close_scope = scopes.open_scope, scopes.close_scope
+        self.commit, self.flush_delayed_groups = scopes.commit, scopes.flush_delayed_groups
+        self.kept_group, self.input_group = scopes.kept_group, scopes.input_group
         engine.attach(self)
-        self._planner = StepPlanner(self.engine)
         self.print_summary = print_summary
         self.process_group = process_group
-        # with the capture of the commit
-        self._delayed: list[tuple[CapturedGraph | None, Callable[[], None]]] = []
-        self._leaving = LeavingGroups(self.engine)
-        self._compile_report = CompileReport()
         self._ended: SeenStep | None = None  # what the step that ends was seen to do
         self.last_step: SeenStep | None = None  # the same of the one that has ended
         self.ledger = self.new_ledger()  # since the manager was built
@@ -100,7 +92,7 @@ class GroupsManager(Client):
                 raise
             self.engine.off_read(self.tracker.on_read)
             self._planner.windows.end()
-            self._leaving.bounds.end()
+            self.scopes.leaving.bounds.end()
         self._ended = self.last_step = None
         self.tracker.forget_step()
         self.tracker.handlers.clear()
@@ -126,7 +118,7 @@ class GroupsManager(Client):
     def settings(self, settings: OffloadConfig) -> None:
         before, self._planner.settings = self._planner.settings, settings
         if before.max_inflight_offloads != settings.max_inflight_offloads:
-            self._leaving.bound(settings.max_inflight_offloads)
+            self.scopes.leaving.bound(settings.max_inflight_offloads)
 
     @property
     def stats(self) -> StepStats:
@@ -207,87 +199,6 @@ class GroupsManager(Client):
     def enable_offload(self) -> None:
         self.tracker.switch(True)
 
-    # -- marks -----------------------------------------------------------------------------------------------
-    def commit(
-        self,
-        handler: ChunkGroups,
-        group: Group,
-        forced_released_tensors: list[torch.Tensor] | None = None,
-        delay_offload: bool = False,
-        output: torch.Tensor | None = None,
-    ) -> None:
-        """Send a group that was closed, or queue it for `flush_delayed_groups`.
-
-        output: of the group's layers. In warm-up, what compiled functions before it keep where no hook sees
-            it is reported.
-        """
-        forced = [] if forced_released_tensors is None else checked_tensors(forced_released_tensors)
-        with self.engine.lock:
-            if output is not None and self._planner.is_warmup:
-                self._compile_report.look(group.name, handler.id, output, group.since, handler.may_leave)
-            if group.replayed:
-                self._compile_report.replayed(
-                    group.name, handler.id, len(group.replayed), sum(group.replayed.values())
-                )
-            if self.engine.transfers.capture is not None:
-                self.tracker.captured.add(handler)
-            if delay_offload:
-                self._delayed.append(
-                    (self.engine.transfers.capture, partial(self._send, handler, group, forced))
-                )
-            else:
-                self._send(handler, group, forced)
-
-    def kept_group(self, name: str | None) -> KeptGroup:
-        """For the outputs that a checkpointed region keeps, which is called now. name: of the group that they
-        belong to where none is open; None: they stay on the device."""
-        if name is None:
-            return KeptGroup(self, self.scopes, None, "")
-        if name == ROUTING:
-            self._leaving.input_names.add(name)
-        return KeptGroup(self, self.scopes, self.scopes.active_handler(), name)
-
-    def input_group(
-        self, name: str, *, alone: bool = True, leaves: bool = True, cost: Cost | None = None
-    ) -> InputGroup:
-        """For the input of a call that is recomputed, which is called now. name: of its group.
-
-        alone: nothing else of the call leaves. Then no plan keeps the input. And its block computes longer
-            than its bytes are copied: so two such copies out are under way at most, and one input is fetched
-            ahead, unless the config says otherwise; more would only hold memory.
-        leaves: False for an input that stays as well. cost: of its block, where it is known.
-        """
-        if not leaves:
-            return InputGroup(self, None, name, required=False, cost=None)
-        if alone:
-            self._leaving.input_names.add(name)
-        if self.scopes.needs_chunk() and torch.is_grad_enabled():
-            self.mark_report.not_announced(name)
-        return InputGroup(self, self.scopes.active_handler(), name, required=alone, cost=cost)
-
-    def _send(self, handler: ChunkGroups, group: Group, forced: list[torch.Tensor]) -> None:
-        handler.send(group, forced)
-        if self.engine.limits.groups_in_flight is not None or self._leaving.input_names:
-            self._leaving.sent(group)
-        self.tracker.pump()
-
-    def input_read_next(self, handler: ChunkGroups) -> None:
-        """The backward has come to the end of a recomputed call of this chunk. Of inputs that it is done
-        with, the sources of copies under way are let go: no later copy would make compute wait for them."""
-        with self.engine.lock:
-            handler.output_has_gradient(None)
-            self._leaving.settle_freed_inputs()
-
-    def flush_delayed_groups(self) -> None:
-        """Send every delayed group, in the order of their commits. In a capture, those that it delayed: a
-        graph copies what it computed."""
-        with self.engine.lock:
-            capture = self.engine.transfers.capture
-            due = [send for made_in, send in self._delayed if made_in is capture]
-            self._delayed = [entry for entry in self._delayed if entry[0] is not capture]
-            for send in due:
-                send()
-
     # -- captures --------------------------------------------------------------------------------------------
     @property
     def is_capturing(self) -> bool:
@@ -310,7 +221,7 @@ class GroupsManager(Client):
 
     def capture_ends(self) -> None:
         """Send what was saved in the capture: it leaves before the capture ends, or never."""
-        self.flush_delayed_groups()
+        self.scopes.flush_delayed_groups()
         self._commit_open_groups()
 
     def _commit_open_groups(self) -> None:
@@ -378,8 +289,8 @@ class GroupsManager(Client):
         tracker = self.tracker
         if self.scopes.until_commit:
             self.scopes.end_step()
-        self._delayed.clear()
-        self._leaving.step_ends()
+        self.scopes.delayed.clear()
+        self.scopes.leaving.step_ends()
         handlers = [handler for handler in tracker.handlers.values() if handler.begun]
         if tracker.do_offload:
             by_hand = tracker.forwards_by_hand or tracker.announced

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from offload.compile import untraced
 from offload.device import Event
 from offload.device.sim import SimDevice
-from offload.groups.scope import GroupScope
+from offload.groups.chunk import GroupScope
 from offload.groups.tracker import ChunkTracker
 from offload.ids import GroupId, Owner
 from offload.saved.filters import Verdict

@@ -21,9 +21,8 @@ import torch
 from offload.config import OffloadConfig
 from offload.device import Event
 from offload.engine import OffloadEngine
-from offload.groups.chunk import ChunkGroups
+from offload.groups.chunk import ChunkGroups, GroupScope
 from offload.groups.group import Group
-from offload.groups.scope import GroupScope
 from offload.policy.actions import Action, ChunkKey, GroupSize
 from offload.saved.filters import Verdict
 from offload.saved.hooks import Scope

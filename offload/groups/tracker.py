@@ -50,6 +50,7 @@ class ChunkTracker:
         self.engine.on_read(self.on_read)
         self.do_offload = True
         self.mark_report = MarkReport()
+        self.open_regions = 0  # checkpointed forwards that keep a part, running now
         self._ledgers = ledgers
         self._drop_step = drop_step
         # with the names of other libraries in compat

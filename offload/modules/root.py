@@ -31,10 +31,9 @@ from torch.utils._pytree import tree_leaves
 
 from offload.checkpoint.members import inner_modules
 from offload.checkpoint.net import Watch
-from offload.groups.chunk import ChunkGroups
+from offload.groups.chunk import ChunkGroups, GroupScope
 from offload.groups.group import Cost, Group
 from offload.groups.manager import GroupsManager
-from offload.groups.scope import GroupScope
 from offload.modules.blocks import Blocks
 from offload.modules.hooks import CallsUnderWay, output_tensors
 from offload.modules.memory import BACKWARD, HEAD, PeakWatch

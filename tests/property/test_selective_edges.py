@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from offload import OffloadConfig, OffloadEngine, PipelineOffloadManager, selective_contexts
 from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import HazardError
-from offload.groups import scope
-from offload.groups.scope import KeptScope
+from offload.groups import scopes
+from offload.groups.chunk import KeptScope
 
 ROWS, WIDTH = 32, 32
 MM = torch.ops.aten.mm.default
@@ -125,5 +125,5 @@ def test_without_the_operators_lane_it_has(monkeypatch: pytest.MonkeyPatch) -> N
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments[:-1], None)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(scope, "KeptScope", Late)
+    monkeypatch.setattr(scopes, "KeptScope", Late)
     run_to_its_hazard(two_lanes, SimDevice(executor="late"))

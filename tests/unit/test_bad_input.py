@@ -236,7 +236,7 @@ def observed(manager: PipelineOffloadManager) -> tuple[Any, ...]:
         manager.do_offload,
         manager.tracker._lookahead.actions,
         dict(manager.tracker._counts),
-        len(manager._delayed),
+        len(manager.scopes.delayed),
         engine.hooks.innermost(),
         engine.transfers.counts.saved,
         engine.transfers.device_bytes,

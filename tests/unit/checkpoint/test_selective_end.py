@@ -96,7 +96,7 @@ def test_an_exception_in_the_forward_leaves_nothing_and_the_next_step_is_right(
         pytest.fail("the block did not fail")
     let_go(manager)
     assert_empty(manager)
-    assert manager.scopes.open_regions == 0
+    assert manager.tracker.open_regions == 0
     step_end()
     found, stats = train_step(blocks, call)
     assert_bits(expected, found)

@@ -70,7 +70,7 @@ HOLDS: dict[str, dict[str, str]] = {
     },
     "unit/groups/test_interface.py": {"model_level_use": "init_chunk_handler_creates_chunk"},
     "unit/groups/test_scenarios.py": {"gradients_of_every_schedule_over_several_iterations": "init_with_vpp"},
-    "unit/groups/test_open_scopes.py": {
+    "unit/groups/test_scopes.py": {
         "context_installs_hooks_only_for_a_current_chunk_while_offloading_is_on": "enter_exit_without_chunk"
     },
     "unit/optim/test_hybrid.py": {
@@ -116,7 +116,7 @@ LISTS = {
             "unit/groups/test_manager.py",
             "unit/groups/test_interface.py",
             "unit/groups/test_scenarios.py",
-            "unit/groups/test_open_scopes.py",
+            "unit/groups/test_scopes.py",
         ],
     ),
     "hybrid optimizer": (11, ["unit/optim/test_hybrid.py"]),

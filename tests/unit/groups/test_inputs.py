@@ -1,4 +1,4 @@
-"""The group of a recomputed call's input (groups/scope.py)."""
+"""The group of a recomputed call's input (groups/scopes.py)."""
 
 from __future__ import annotations
 

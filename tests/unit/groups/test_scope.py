@@ -13,7 +13,7 @@ from offload import (
     offload_hooks,
     step_end,
 )
-from offload.groups.scope import GroupScope, KeptScope
+from offload.groups.chunk import GroupScope, KeptScope
 from tests.unit.checkpoint.regions import let_go
 from tests.unit.groups.handlers import begun
 from tests.unit.groups.stack import build_manager, installed

@@ -153,7 +153,7 @@ def test_a_manager_that_is_dropped_without_a_close_takes_its_windows_along() -> 
     before = caps_of(engine)
     manager = GroupsManager(engine, print_summary=False)
     manager._planner._look_ahead(512, 256)
-    manager._leaving._ahead.bound("inputs_ahead_bytes", 100)
+    manager.scopes.leaving._ahead.bound("inputs_ahead_bytes", 100)
     assert (engine.limits.max_restoring_bytes, engine.limits.inputs_ahead_bytes) == (512, 100)
     engine.off_read(manager.tracker.on_read)
     gone = weakref.ref(manager)
