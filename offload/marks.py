@@ -236,8 +236,8 @@ def chunk_to_start_in(tensor: torch.Tensor, name: str) -> ChunkGroups | None:
         if muted is not None:
             muted.mute(name)
         elif manager.tracker.do_offload and torch.is_grad_enabled():
-            recomputes = torch._C._current_graph_task_id() != -1
-            (manager.mark_report.recomputed if recomputes else manager.mark_report.not_announced)(name)
+            report, task = manager.tracker.mark_report, torch._C._current_graph_task_id()
+            (report.not_announced if task == -1 else report.recomputed)(name)
     else:
         transfers = manager.engine.transfers
         if transfers.capture is None and transfers.device.is_capturing():

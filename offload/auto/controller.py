@@ -234,7 +234,7 @@ class Auto(Client):
         manager = self._manager()
         engine, plan = manager.engine, self.plan
         self.calls.take_profiles(engine.device)
-        agrees = self._ranks.agree_on_profiles(end_was_guessed=manager.end_was_guessed)
+        agrees = self._ranks.agree_on_profiles(end_was_guessed=manager.follower.end_was_guessed)
         peak_bytes = self.memory.take_peak(engine)
         seconds_before = None if self.ladder is None else self._clock.ends(engine.device)
         has_run = self._look_at_step(manager, stats)
@@ -253,9 +253,9 @@ class Auto(Client):
 
     def _look_at_step(self, manager: GroupsManager, stats: StepStats) -> bool:
         """Learn from the step that ended. Returns whether it was a whole one with a backward."""
-        seen, ran, plan = manager.last_step, self.calls.take_ran(), self.plan
+        seen, ran, plan = manager.follower.last_step, self.calls.take_ran(), self.plan
         is_alone = self.ladder is not None and not self.calls.peers  # others agree when all are there
-        if is_alone and any(ran.values()) and not manager.end_was_guessed:
+        if is_alone and any(ran.values()) and not manager.follower.end_was_guessed:
             self._unmeasured += 1
             if self._unmeasured == _PATIENCE:
                 self._say_no_plan(manager)
@@ -312,7 +312,7 @@ class Auto(Client):
             ladder.pins = partial(_pins, weakref.ref(engine), weakref.ref(ladder))
             calls.end_looks()
             gc.collect()  # what was measured has left many objects: a full collection falls in this step
-        is_final = plan.is_final and manager.what_stays_is_settled
+        is_final = plan.is_final and manager.follower.planner.is_settled
         step = Ended(peak_bytes, self._input_bytes, seconds_before, plan.is_new, is_final)
         facts = self._ranks.common(ladder.facts(step))
         if self._measured < 3 and not self._measure(engine, ladder, is_over=facts.is_over):
@@ -479,7 +479,7 @@ class Auto(Client):
 
     def _is_part(self, manager: GroupsManager) -> bool:
         """Return True if what has ended may be a part of a step: where ends are guessed."""
-        was_rest, self._is_rest = self._is_rest, manager.end_was_guessed and self._parts < _GUESSES
+        was_rest, self._is_rest = self._is_rest, manager.follower.end_was_guessed and self._parts < _GUESSES
         self._parts += self._is_rest
         return was_rest or self._is_rest
 
@@ -487,7 +487,7 @@ class Auto(Client):
         """Explain what is followed now."""
         engine, plan, total = self._attached(), self.plan, self.memory.total
         is_ended = plan.followed is None or not self.models
-        is_final = plan.is_final and (is_ended or self._manager().what_stays_is_settled)
+        is_final = plan.is_final and (is_ended or self._manager().follower.planner.is_settled)
         is_final = is_final and (self.ladder is None or self.ladder.state is State.SETTLED)
         if self.memory.has_no_room:
             state = "device_total leaves no choice: every block is recomputed, and its input moved"
@@ -521,7 +521,7 @@ class Auto(Client):
         )
 
     def _say_no_plan(self, manager: GroupsManager) -> None:
-        timed = manager.last_step is not None and manager.last_step.seconds is not None
+        timed = manager.follower.last_step is not None and manager.follower.last_step.seconds is not None
         if self.ladder is not None:
             why = (
                 "no step could be measured, as where blocks run inside reentrant checkpoints, or an "

@@ -195,7 +195,7 @@ class AutoMemory:
             total.measured(peak_bytes, counted_bytes, rest_bytes, vary=vary)
         elif total.followed(peak_bytes, counted_bytes, limit_bytes, vary=vary):
             self.set_limit(total.limit_bytes or 0)
-            manager.limits_changed()
+            manager.follower.limits_changed()
             return total.limit_bytes is not None
         elif is_final:  # a step of lengths that vary may be the highest so far
             self.is_measured = not total.is_settled or vary

@@ -106,7 +106,7 @@ class AutoPlan:
     def step_ended(self, manager: GroupsManager, ran: Mapping[ChunkKey, Sequence[Ran]]) -> None:
         """A step with a backward has ended. A shape that comes twice in a row is planned for, and so are
         steps that vary. Where these had no room, they are once the typical length is another."""
-        seen = manager.last_step
+        seen = manager.follower.last_step
         assert seen is not None
         self.num_steps += 1
         self._since_plan += 1
@@ -294,7 +294,7 @@ class AutoPlan:
         measure_link(engine)
         memory.set_limit(limit_bytes)
         memory.share.bound("again_room_bytes", plan.again_room_bytes)
-        manager.start_from(plan, self._most_kept_bytes(plan, limit_bytes))
+        manager.follower.start_from(plan, self._most_kept_bytes(plan, limit_bytes))
         self._started = weakref.ref(manager)
         self.pin(engine, plan, engine.arena.budget.limit_bytes)
 
@@ -310,7 +310,7 @@ class AutoPlan:
         self._stop_search()
         manager = None if self._started is None else self._started()
         if manager is not None:
-            manager.start_from(None)
+            manager.follower.start_from(None)
             self._started = None
         self._memory.give_limit_back()
         self._memory.share.bound("again_room_bytes", None)

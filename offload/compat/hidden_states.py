@@ -176,7 +176,7 @@ def _announce(manager: GroupsManager) -> None:
         if handler.saved is not _begun.get(manager) or not handler.saved.readable:
             return
         if next(manager.tracker.living_blocks(), None) is None:
-            manager.end_inferred_step()
+            manager.follower.end_inferred_step()
     manager.tracker.begin_inferred_forward(0, None)
     handler = manager.active_handler()
     if handler is not None:

@@ -28,8 +28,7 @@ from offload.groups.release import checked_tensors
 from offload.marks import record_event
 from offload.saved.handles import Handle, Passed
 from offload.saved.hooks import InstalledScope
-from offload.telemetry.records import ClientStats, StepStats
-from offload.telemetry.summary import print_offload_summary_table
+from offload.telemetry.records import StepStats
 
 T = TypeVar("T")
 
@@ -62,6 +61,7 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
         self.tracker.new_chunk = partial(
             ChunkOffloadHandler, cpu_tensor_pool=self.cpu_tensor_pool, engine=self.engine, manager=self
         )
+        self.follower.before_end = self._before_end
         self.init_model_chunk_offload_handler = self.begin_forward
         self._cached_forward: list[ChunkOffloadHandler] = []  # of the step that ended warm-up
         self._walk = 0
@@ -191,13 +191,12 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
             (self.engine.transfers.capture, partial(group_hook, checked_tensors(forced_released_tensors)))
         )
 
-    def end_step(self) -> ClientStats:
-        """End the step of the groups; the buffers of copies by hand are taken back."""
+    def _before_end(self) -> None:
+        """A step ends: the buffers of copies by hand are taken back."""
         self.cpu_tensor_pool.reset()
         if self.is_warmup or not self._cached_forward:
             self._cached_forward = cast(list[ChunkOffloadHandler], self.tracker.forward_order)
         self._walk = 0
-        return super().end_step()
 
     def reset(self, process_group: Any = None) -> StepStats:
         """A new iteration begins: the same as `step_end`. process_group: the ranks whose table is printed;
@@ -218,8 +217,7 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
             )
             self._cached_forward = cast(list[ChunkOffloadHandler], list(self.tracker.forward_order))
             self._planner.plan_now(self.tracker.seen(None))
-        if self.print_summary:
-            print_offload_summary_table(self.step_offload_bytes, process_group=self.process_group)
+        self._print_summary()
 
 
 def _adopted(manager: GroupsManager) -> PipelineOffloadManager:

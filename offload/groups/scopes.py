@@ -40,7 +40,7 @@ class Scopes:
 
     def __init__(self, tracker: ChunkTracker, planner: StepPlanner) -> None:
         self.tracker = tracker
-        self._planner = planner
+        self.planner = planner
         self._engine = tracker.engine
         # by the name of the group whose commit closes it
         self.until_commit: list[tuple[str, InstalledScope | None]] = []
@@ -131,18 +131,15 @@ class Scopes:
         """
         forced = [] if forced_released_tensors is None else checked_tensors(forced_released_tensors)
         with self._engine.lock:
-            if output is not None and self._planner.is_warmup:
+            if output is not None and self.planner.is_warmup:
                 self._compile_report.look(group.name, handler.id, output, group.since, handler.may_leave)
-            if group.replayed:
-                self._compile_report.replayed(
-                    group.name, handler.id, len(group.replayed), sum(group.replayed.values())
-                )
-            if self._engine.transfers.capture is not None:
+            if replayed := group.replayed:
+                self._compile_report.replayed(group.name, handler.id, len(replayed), sum(replayed.values()))
+            capture = self._engine.transfers.capture
+            if capture is not None:
                 self.tracker.captured.add(handler)
             if delay_offload:
-                self.delayed.append(
-                    (self._engine.transfers.capture, partial(self._send, handler, group, forced))
-                )
+                self.delayed.append((capture, partial(self._send, handler, group, forced)))
             else:
                 self._send(handler, group, forced)
 

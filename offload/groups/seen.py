@@ -279,7 +279,8 @@ class GroupLedgers:
         self.survey: Survey | None = None
 
     def new(self) -> Ledger:
-        """One that begins empty; the next step is looked at closely."""
+        """Figures of the steps that end from now on, for as long as the caller holds it. The next step is
+        looked at closely, to say why tensors can never leave: each of its saves is judged twice."""
         ledger = Ledger()
         self._ledgers.add(ledger)
         if self.survey is None:

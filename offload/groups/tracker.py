@@ -40,19 +40,18 @@ _MOST_STAGES = 4096  # virtual ones of a rank: more than any model has layers
 class ChunkTracker:
     """The chunks of one engine, by (virtual stage, microbatch), and the cursor over the step's actions.
 
-    ledgers: count what the groups of a chunk saved before its forward begins again. drop_step: drops the
-        bookkeeping of a step whose tensors have all been read: in a loop that never calls `step_end` it would
-        grow for ever.
+    ledgers: count what the groups of a chunk saved before its forward begins again.
     """
 
-    def __init__(self, engine: OffloadEngine, ledgers: GroupLedgers, drop_step: Callable[[], None]) -> None:
+    def __init__(self, engine: OffloadEngine, ledgers: GroupLedgers) -> None:
         self.engine = engine
         self.engine.on_read(self.on_read)
         self.do_offload = True
         self.mark_report = MarkReport()
         self.open_regions = 0  # checkpointed forwards that keep a part, running now
         self._ledgers = ledgers
-        self._drop_step = drop_step
+        # of a step whose tensors have all been read, where nobody calls `step_end`
+        self.drop_step: Callable[[], None] = self.forget_step
         # with the names of other libraries in compat
         self.new_chunk: Callable[..., ChunkGroups] = partial(ChunkGroups, engine=engine, cursor=self)
         self.clock = StepClock(engine.transfers)
@@ -256,7 +255,7 @@ class ChunkTracker:
                 self.forward = None  # an evaluation saves nothing, and is no microbatch of the step
                 return
             if self._counts[stage] >= FORWARDS_WITHOUT_END and next(self.living_blocks(), None) is None:
-                self._drop_step()
+                self.drop_step()
             microbatch = self._counts[stage]
             self._counts[stage] += 1
             self.mark_report.forwards(stage, self._counts[stage])
@@ -401,9 +400,8 @@ class ChunkTracker:
     # -- step ------------------------------------------------------------------------------------------------
     def seen(self, seconds: dict[Action, float] | None) -> SeenStep:
         left_out = self.captured
-        begun = [handler for handler in self.handlers.values() if handler.begun]
         return SeenStep(
-            chunks=[handler for handler in begun if handler not in left_out],
+            chunks=[each for each in self.handlers.values() if each.begun and each not in left_out],
             forward_order=[handler for handler in self.forward_order if handler not in left_out],
             backward_order=[handler for handler in self.backward_order if handler not in left_out],
             actions=self._lookahead.seen,

@@ -151,7 +151,7 @@ class ModelRoot(Root):
         if inside_checkpoint():
             self._say_inside()
         elif self._here.running == 0:
-            if torch.is_grad_enabled() and self.peak.forward_begins(self.manager().ends_by_hand):
+            if torch.is_grad_enabled() and self.peak.forward_begins(self.manager().follower.ends_by_hand):
                 watched = self.manager().engine.hooks.push(self.peak)
             checkpoints = self.has_checkpoints or (self._begun <= 1 and self._checkpoints())
             if self._everything or checkpoints:

@@ -88,9 +88,9 @@ class Steps:
         manager, taken = self._manager(), {other.stage for other in self.roots()}
         root.stage = next(stage for stage in range(len(taken) + 1) if stage not in taken)
         self._roots = [weakref.ref(other) for other in (*self.roots(), root)]
-        if not taken or manager.ends_by_hand == 1:  # which may be a reset() between two runs
-            manager.infer_ends()
-        manager.mark_report.expect(root.stage)
+        if not taken or manager.follower.ends_by_hand == 1:  # which may be a reset() between two runs
+            manager.follower.infer_ends()
+        manager.tracker.mark_report.expect(root.stage)
         if not self._hooks:
             begins, returns = partial(self._optimizer_steps, False), partial(self._optimizer_steps, True)
             self._hooks.append(register_optimizer_step_pre_hook(begins))
@@ -105,12 +105,12 @@ class Steps:
 
     def forward_begins(self, root: Root, min_elements: int | None, *, may_end: bool = True) -> None:
         """A forward of `root` begins: a chunk, unless it is part of another root's forward. min_elements: as
-        `GroupsManager.begin_inferred_forward`. may_end: it may be the first of a step."""
+        `ChunkTracker.begin_inferred_forward`. may_end: it may be the first of a step."""
         if any(other.is_running for other in self.roots() if other is not root):
             return  # of a model around it
         manager = self._manager()
-        manager.guesses_ends = not root.end_seen
-        # inside an announced forward it is too late: its chunk has begun (`GroupsManager.begin_chunk`)
+        manager.follower.guesses_ends = not root.end_seen
+        # inside an announced forward it is too late: its chunk has begun (`Follower.begin_chunk`)
         if (
             may_end
             and not (root.end_seen or manager.tracker.inside_announced_forward)
@@ -147,6 +147,6 @@ class Steps:
         try:
             for root in self.roots():
                 root.step_ends(by)
-            manager.end_inferred_step(guessed=by is None)
+            manager.follower.end_inferred_step(guessed=by is None)
         finally:
             self._ending.release()

@@ -16,7 +16,7 @@ import torch
 
 import offload
 from offload import PipelineOffloadManager
-from offload.groups.manager import GroupsManager
+from offload.groups.follower import Follower
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("no_manager")
@@ -130,14 +130,14 @@ def test_the_trainers_callback_gives_its_reporters_what_moved_in_a_step(
 
     monkeypatch.setitem(transformers.integrations.INTEGRATION_TO_CALLBACK, "a reporter", Reporter)
     steps: list[int] = []
-    ended = GroupsManager.end_inferred_step
+    ended = Follower.end_inferred_step
 
-    def spied(manager: GroupsManager, *, guessed: bool = False) -> None:
-        ended(manager, guessed=guessed)
+    def spied(follower: Follower, *, guessed: bool = False) -> None:
+        ended(follower, guessed=guessed)
         if not guessed:
             steps.append(offload.report().last_step["moved_bytes"])
 
-    monkeypatch.setattr(GroupsManager, "end_inferred_step", spied)
+    monkeypatch.setattr(Follower, "end_inferred_step", spied)
     trainer = run("transformers_trainer", steps=4, report_to=["a reporter"])
     found = [entry["offload/to_host_bytes"] for entry in written if "loss" in entry]
     assert found == steps

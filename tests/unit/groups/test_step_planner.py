@@ -359,10 +359,10 @@ def test_the_first_groups_of_a_chunk_leave_until_what_is_left_stays() -> None:
         driver.step(gpipe(1))
         saved_bytes = manager.stats.saved_bytes
         plan = known_plan({0: saved_bytes // 2}, saved_bytes, peak=saved_bytes)
-        manager.start_from(plan, saved_bytes)
+        manager.follower.start_from(plan, saved_bytes)
         driver.step(gpipe(1))
         assert (manager.stats.spill_bytes, manager.stats.kept_bytes) == (saved_bytes // 2,) * 2
-        manager.start_from(None)
+        manager.follower.start_from(None)
         assert all(chunk.first_leave_bytes is None for chunk in manager.tracker.handlers.values())
 
 
@@ -373,10 +373,10 @@ def test_nothing_that_a_plan_kept_stays_in_the_step_after_it() -> None:
         driver = Driver(build_stages(layers=4, names=("block",)), announced=True)
         driver.step(gpipe(1))
         saved_bytes = manager.stats.saved_bytes
-        manager.start_from(known_plan({}, saved_bytes, peak=saved_bytes), saved_bytes)
+        manager.follower.start_from(known_plan({}, saved_bytes, peak=saved_bytes), saved_bytes)
         driver.step(gpipe(1))
         assert manager.stats.kept_bytes
-        manager.start_from(None)
+        manager.follower.start_from(None)
         manager.engine.limits.follow(replace(manager.engine.config, device_limit_bytes=None))
         driver.step(gpipe(1))
         assert (manager.stats.spill_bytes, manager.stats.kept_bytes) == (saved_bytes, 0)

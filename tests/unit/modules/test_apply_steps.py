@@ -30,7 +30,7 @@ def test_a_forward_in_another_thread_ends_no_step_that_is_being_ended(
     """Its guess comes between the end and what is learned of the step: nothing is alive, and no forward of
     a new step has begun."""
     model = build()
-    ended, failed = manager.step_ended, list[BaseException]()
+    ended, failed = manager.follower.step_ended, list[BaseException]()
 
     def forward() -> None:
         try:
@@ -48,7 +48,7 @@ def test_a_forward_in_another_thread_ends_no_step_that_is_being_ended(
     offload.apply(model, min_numel=1)
     model(torch.randn(ROWS, WIDTH)).sum().backward()
     before = manager.engine.step
-    monkeypatch.setattr(manager, "step_ended", ended_meanwhile)
+    monkeypatch.setattr(manager.follower, "step_ended", ended_meanwhile)
     model(torch.randn(ROWS, WIDTH)).sum().backward()
     assert manager.engine.step == before + 1
     assert not failed
