@@ -84,9 +84,8 @@ class Follower(Client):
     def end_inferred_step(self, *, guessed: bool = False) -> None:
         """Something happened after which gradients are no longer added to: the step ends, if a forward has
         begun in it and nobody calls `begin_forward` or `step_end`. guessed: it is only that nothing is alive.
-        What its graphs still hold is carried
-        over; two such ends later it is dropped. In a capture nothing happens. Blocks the host: as
-        `step_end`."""
+        What its graphs still hold is carried over; two such ends later it is dropped. In a capture nothing
+        happens. Blocks the host: as `step_end`."""
         by_hand = self.ends_by_hand or self._tracker.forwards_by_hand
         if self.ends_by_hand and not guessed:
             self._tracker.mark_report.optimizer_stepped(len(self._tracker.forward_order))
@@ -120,10 +119,10 @@ class Follower(Client):
         if tracker.do_offload:
             by_hand = tracker.forwards_by_hand or tracker.announced
             models = {handler: None if by_hand else handler.id.stage for handler in handlers}
-            self._tracker.mark_report.end_step(models, self._ledgers.survey, is_warmup=self.planner.is_warmup)
+            tracker.mark_report.end_step(models, self._ledgers.survey, is_warmup=self.planner.is_warmup)
             for handler in tracker.backward_order:  # others were cut short by an exception
                 for saved in handler.open_groups():
-                    self._tracker.mark_report.not_committed(saved.id.name)
+                    tracker.mark_report.not_committed(saved.id.name)
         for handler in handlers:
             self._ledgers.count(handler.groups)
         seconds = tracker.clock.end_step()
