@@ -49,6 +49,32 @@ def test_a_copy_that_cannot_be_issued_leaves_no_hooks(
     compared(model, manager)
 
 
+@pytest.mark.parametrize("trained", [True, False], ids=["frozen before the backward", "unfrozen"])
+def test_weights_that_are_frozen_between_the_two_are_recomputed_as_they_were(
+    trained: bool, manager: Manager
+) -> None:
+    """The recompute would save other tensors than its forward did, and be refused."""
+    found = []
+    for again in (False, True):
+        model = build()
+        weights = [weight for block in model.blocks for weight in block.parameters() if weight.dim() > 1]
+        for weight in weights:
+            weight.requires_grad_(trained)
+        init_chunk_handler(None, None, 1)
+        with recomputed(list(model.blocks) if again else [], manager):
+            loss = model(source()).square().mean()
+            for weight in weights:
+                weight.requires_grad_(not trained)
+            loss.backward()
+        assert all(weight.requires_grad is not trained for weight in weights)
+        step_end()
+        found.append([weight.grad for weight in model.parameters()])
+    assert any(gradient is not None for gradient in found[0])
+    for plain, own in zip(*found, strict=True):
+        assert (plain is None) == (own is None)
+        assert plain is None or torch.equal(plain, own)
+
+
 def test_a_cache_that_the_forward_adds_to_is_refused_by_name(manager: Manager) -> None:
     """A recompute would attend to every key twice. One that the block only reads is an argument like
     others."""
