@@ -4,8 +4,6 @@ run, one GPU.
 
     python scripts/bench_stage.py --workload W1                 every default row of W1
     python scripts/bench_stage.py --workload W3 --sequence 16384,32768,65536 --without-nothing
-    python scripts/bench_stage.py --workload W2 --rows ours_all --device-limit-gb 40 --profile-summary
-    python scripts/bench_stage.py --workload W5 --profile       small operators: the host's time, by function
     python scripts/bench_stage.py --workload WV --rows ours_auto    lengths that vary: means of the same steps
     python scripts/bench_stage.py --workload W2 --out w2.json   and then, for time over memory as a picture:
     python scripts/headline.py w2.json --picture w2.png
@@ -14,20 +12,18 @@ run, one GPU.
                                                                 device, for its own sake
 
 The limits of the machine, the baseline and every row are measured in the same run. Each row runs in a process
-of its own unless --no-isolate is given. A row that cannot run is printed with the reason. One invariant: the
-timed steps are never profiled, never deterministic, and never share a process with another row's pinned
-memory.
+of its own. A row that cannot run is printed with the reason. One invariant: the timed steps are never
+deterministic, and never share a process with another row's pinned memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import sys
 from pathlib import Path
 from typing import Any
 
-from bench import child, micro, profiling, report
+from bench import child, micro, report
 from bench.child import DEFAULT_ROWS, LIMITED_ROWS, ROWS, RowRequest
 from bench.rows import RowOptions
 from bench.run import Run, check_names, hardware, main_of, parser_of
@@ -65,20 +61,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         default="auto",
         help="saved: saved tensors on the device. total: all active bytes; the engine is "
         "given the total less what is measured as resident "
-        "(weights, gradients, inputs) less --working-set-gb. auto: total on W2 and WV, saved elsewhere",
-    )
-    parser.add_argument(
-        "--working-set-gb",
-        type=float,
-        default=2.0,
-        help="set aside from a total limit for a backward's own tensors (%(default)s)",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="of OffloadConfig, for rows of ours: --set piece_bytes=16777216; may be given again",
+        "(weights, gradients, inputs) less 2 GB for a backward's own tensors. auto: total on W2 and WV, "
+        "saved elsewhere",
     )
     parser.add_argument(
         "--host-limit-gb",
@@ -94,24 +78,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, help="timed steps a row (W1 10, the others 5)")
     parser.add_argument("--warmup", type=int, help="steps between the first and the timed ones")
     parser.add_argument("--no-gradients", action="store_true", help="leave out the comparison of gradients")
-    parser.add_argument("--no-isolate", action="store_true", help="run the rows in this process")
-    parser.add_argument(
-        "--profile-summary",
-        action="store_true",
-        help="how busy compute, d2h and h2d were in one profiled step of each row but nothing",
-    )
-    parser.add_argument(
-        "--profile",
-        action="store_true",
-        help="functions of the host that take most of two steady steps, by cProfile, for each row",
-    )
     parser.add_argument(
         "--micro", action="store_true", help="host cost a saved tensor instead of the workloads"
     )
     parser.add_argument("--live", default=LIVE, help="live tensors for --micro (%(default)s)")
     parsed = parser.parse_args(arguments)
-    if wrong := [text for text in parsed.set if "=" not in text]:
-        parser.error(f"--set {wrong[0]}: give FIELD=VALUE")
     check_names(parser, (parsed.rows or "").split(","), ROWS, "rows")
     return parsed
 
@@ -120,7 +91,7 @@ def requests_for(
     args: argparse.Namespace, workload: str, folder: Path, sequence: int | None = None
 ) -> list[tuple[str, RowRequest]]:
     """(label, request) of every row of one workload, nothing first. sequence: None for the workload's own."""
-    names = [name for name in (args.rows.split(",") if args.rows else DEFAULT_ROWS[workload]) if name]
+    names = [name for name in (args.rows or DEFAULT_ROWS[workload]).split(",") if name]
     first = [] if args.without_nothing else ["nothing"]
     names = [*first, *(name for name in names if name != "nothing")]
     limits = (
@@ -131,19 +102,13 @@ def requests_for(
     means = _LIMIT_MEANS[workload] if args.limit_means == "auto" else args.limit_means
     if args.tiny and not args.device_limit_gb:
         limits, means = [0.0002], "saved"
-    engine = {"min_offloaded_tensor_size": 1} if args.tiny else {}
-    engine |= {name: ast.literal_eval(value) for name, value in (text.split("=") for text in args.set)}
-    shared: dict[str, Any] = {
-        "working_set_bytes": round(args.working_set_gb * GB),
-        "host_limit_bytes": round(args.host_limit_gb * GB),
-        "engine": engine,
-    }
+    shared: dict[str, Any] = {"host_limit_bytes": round(args.host_limit_gb * GB)}
+    shared |= {"engine": {"min_offloaded_tensor_size": 1}} if args.tiny else {}
     rows: list[tuple[str, RowRequest]] = []
     for name in names:
         for limit in limits if name in LIMITED_ROWS else [0.0]:
             label = f"{name}@{limit:g}{means[0]}" if limit else name
             options = RowOptions(**shared | ({f"{means}_limit_bytes": round(limit * GB)} if limit else {}))
-            chosen = name != "nothing" or names == ["nothing"]
             request = RowRequest(
                 row=name,
                 workload=workload,
@@ -155,8 +120,6 @@ def requests_for(
                 warmup=args.warmup,
                 gradients=not args.no_gradients,
                 reference=str(folder / f"reference-{workload}-{sequence}.pt"),
-                profile=args.profile_summary and chosen,
-                host_profile=args.profile,
                 label=label,
             )
             rows.append((label, request))
@@ -180,7 +143,7 @@ def _run_rows(
     done: dict[str, dict[str, Any]] = {}
     for label, request in requests:
         result = {"row": request.row, "workload": workload, "label": label}
-        result |= run.measure(request, child.run, here=run.args.no_isolate or run.args.tiny)
+        result |= run.measure(request, child.run, here=run.args.tiny)
         if result["status"] == "ok":
             done[request.row] = result
         baseline = done.get("nothing")
@@ -193,8 +156,6 @@ def _run_rows(
         print(report.row_line(result), flush=True)
         notes += report.notes_lines(result, baseline, done.get("checkpoint"))
         notes += report.host_lines(result, baseline)
-        notes += result["lanes"]["text"] if "lanes" in result else []
-        notes += profiling.profile_lines(result) if "host_profile" in result else []
         run.keep(result)
 
 
@@ -211,7 +172,7 @@ def run_workloads(run: Run) -> int | None:
     """The link, then every workload at every length."""
     args = run.args
     request = RowRequest(row="links", workload="W1", options=RowOptions(), tiny=args.tiny)
-    measured = run.measure(request, child.run, here=args.no_isolate or args.tiny)
+    measured = run.measure(request, child.run, here=args.tiny)
     if measured["status"] != "ok":
         print(f"the link was not measured: {measured['reason']}")
         return 2

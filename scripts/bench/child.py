@@ -7,7 +7,6 @@ One invariant: `run` always returns a dictionary with a status (run.py).
 from __future__ import annotations
 
 import gc
-import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bench import gradients, lanes, links, ours, peers, profiling, rows
+from bench import gradients, links, ours, peers, rows
 from bench.measure import (
     Clock,
     StepCost,
@@ -24,7 +23,6 @@ from bench.measure import (
     forward_active_bytes,
     host_step,
     median,
-    run_step,
     summarise,
     timed_step,
 )
@@ -41,50 +39,22 @@ ROWS: Mapping[str, Callable[[RowContext], Row]] = {
     "ours_all": ours.Ours,
     "ours_kept": ours.OursKept,
     "ours_traced": ours.OursTraced,
-    "ours_inputs": ours.OursBlockInputs,
     "ours_hidden_states": ours.OursHiddenStates,
     "ours_selective": ours.OursSelective,
     "ours_auto": ours.OursAuto,
     "transformers_inputs": rows.SaveInputsOnCpu,
     "trl": peers.TrlRow,
-    "trl_inputs": peers.TrlCheckpointRow,
     "megatron_attention": peers.megatron_attention,
     "megatron_all": peers.MegatronRow,
 }
-DEFAULT_ROWS: Mapping[str, tuple[str, ...]] = {
-    "W1": (
-        "nothing",
-        "checkpoint",
-        "selective",
-        "save_on_cpu",
-        "ours_attention",
-        "ours_all",
-        "trl",
-        "megatron_attention",
-        "megatron_all",
-    ),
-    "W2": (
-        "nothing",
-        "checkpoint",
-        "selective",
-        "ours_attention",
-        "ours_all",
-        "ours_selective",
-        "megatron_attention",
-        "megatron_all",
-    ),
-    "W3": ("nothing", "checkpoint", "ours_hidden_states", "transformers_inputs", "trl_inputs"),
-    "WV": ("nothing", "checkpoint", "ours_all", "ours_auto"),
-    "W5": (
-        "nothing",
-        "checkpoint",
-        "ours_attention",
-        "ours_all",
-        "ours_kept",
-        "megatron_attention",
-        "megatron_all",
-    ),
+DEFAULT_ROWS = {
+    "W1": "checkpoint,selective,save_on_cpu,ours_attention,ours_all,trl,megatron_attention,megatron_all",
+    "W2": "checkpoint,selective,ours_attention,ours_all,ours_selective,megatron_attention,megatron_all",
+    "W3": "checkpoint,ours_hidden_states,transformers_inputs",
+    "WV": "checkpoint,ours_all,ours_auto",
+    "W5": "checkpoint,ours_attention,ours_all,ours_kept,megatron_attention,megatron_all",
 }
+"""Beside nothing."""
 LIMITED_ROWS = ("ours_all", "ours_selective", "ours_auto", "ours_traced")
 """Rows that run once for each device limit."""
 _MOST_LATE_STEPS = 60
@@ -111,10 +81,6 @@ class RowRequest:
     gradients: bool = True
     reference: str | None = None
     """File of the baseline's gradient prints: written by the row "nothing", read by the others."""
-    profile: bool = False
-    """Lanes of one step under torch's profiler."""
-    host_profile: bool = False
-    """The host's functions in steady steps under cProfile."""
     label: str = ""
     """The row's name in the table, with its limit."""
 
@@ -209,10 +175,6 @@ def _steps(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
         result["drained_host_ms"] = [ms for ms, _ in drained]
     if isinstance(row, ours.OursTraced):
         result["tracing"] = _traced(row, clock, samples)
-    if request.host_profile:
-        result["host_profile"] = profiling.profile_host(row, clock)
-    if request.profile:
-        result["lanes"] = _profiled(request, row, clock)
     if request.gradients and request.reference is not None:
         result["gradients"] = gradients.judged(
             Path(request.reference),
@@ -270,28 +232,3 @@ def numbered_step(row: Row, clock: Clock, number: int) -> StepCost:
     """One timed step, of the lengths of this number."""
     row.context.step = number
     return timed_step(row, clock)
-
-
-def _profiled(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
-    """One more step under torch's profiler. It costs host time, so its step is not among the timed ones."""
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CUDA if clock.cuda else ProfilerActivity.CPU]
-    context = row.context
-    clear_gradients(context.stack, context.inputs, context.workload.keep_gradients)
-    clock.drain()
-    with profile(activities=activities) as profiler:
-        run_step(row, clock)
-        clock.drain()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    step = lanes.summarise_events(events)
-    engine, text = row.stats(), lanes.render(step, request.label or request.row)
-    if "stall_ms" in engine and step.lanes:
-        text.append(
-            f"  the engine counted {engine['stall_ms']:.1f} ms of stall; compute was idle "
-            f"{step.lanes[0].idle_ms:.1f} ms"
-        )
-    return {"text": text, "step": asdict(step), "engine": engine}

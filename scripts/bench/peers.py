@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.rows import Row, RowContext, checkpointed, stack_call
+from bench.rows import Row, RowContext
 from bench.run import SkippedError, imported
 from bench.workload import ATTENTION_GROUPS, GROUPS
 
@@ -54,28 +54,12 @@ class TrlRow(Row):
 
     def forward(self, microbatch: int, x: torch.Tensor) -> torch.Tensor:
         if self._whole_step:
-            return self._run(x)
+            return self.context.stack(x)
         with self._contexts[microbatch]:
-            return self._run(x)
-
-    def _run(self, x: torch.Tensor) -> torch.Tensor:
-        return self.context.stack(x)
+            return self.context.stack(x)
 
     def end_step(self) -> None:
         self._stack.close()
-
-
-class TrlCheckpointRow(TrlRow):
-    """Each block checkpointed, TRL's context on the block inputs that are left."""
-
-    moves_all_groups = False
-
-    def _live_saved_bytes(self) -> int:
-        source = self.context.inputs.source
-        return source.numel() * source.element_size() * self.context.workload.shape.layers
-
-    def _run(self, x: torch.Tensor) -> torch.Tensor:
-        return stack_call(self.context.stack, x, checkpointed)
 
 
 class _MegatronMarks:

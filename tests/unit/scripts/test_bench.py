@@ -79,17 +79,7 @@ def test_two_stacks_are_built_of_the_same_bits() -> None:
 
 # -- the command ---------------------------------------------------------------------------------------------
 def test_several_limits_give_several_rows_and_w2_means_the_total(tmp_path: Path) -> None:
-    args = bench_stage.parse(
-        [
-            "--rows",
-            "ours_all,checkpoint",
-            "--device-limit-gb",
-            "50,22",
-            "--set",
-            "piece_bytes=16777216",
-            "--profile-summary",
-        ]
-    )
+    args = bench_stage.parse(["--rows", "ours_all,checkpoint", "--device-limit-gb", "50,22"])
     requests = bench_stage.requests_for(args, "W2", tmp_path)
     assert [label for label, _ in requests] == ["nothing", "ours_all@50t", "ours_all@22t", "checkpoint"]
     assert [request.options.total_limit_bytes for _, request in requests] == [
@@ -98,8 +88,6 @@ def test_several_limits_give_several_rows_and_w2_means_the_total(tmp_path: Path)
         22_000_000_000,
         None,
     ]
-    assert requests[1][1].options.engine == {"piece_bytes": 16 << 20}
-    assert [request.profile for _, request in requests] == [False, True, True, True]
     w1 = bench_stage.requests_for(args, "W1", tmp_path)[1][1]
     assert (w1.options.saved_limit_bytes, w1.options.total_limit_bytes) == (50_000_000_000, None)
     assert pickle.loads(pickle.dumps(w1)) == w1
@@ -113,7 +101,7 @@ def test_unknown_row_is_refused_with_the_known_ones(capsys: pytest.CaptureFixtur
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_the_command_says_so_and_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_stage.main(["--workload", "W1", "--no-isolate"]) == 2
+    assert bench_stage.main(["--workload", "W1"]) == 2
     assert "need a CUDA GPU" in capsys.readouterr().out
 
 
@@ -152,13 +140,13 @@ def test_total_limit_below_what_is_resident_is_a_skipped_row_not_a_crash() -> No
 
 
 @pytest.mark.req("S3-93")
-def test_a_tiny_w5_prints_the_hosts_time_of_each_row_and_where_it_goes(
+def test_a_tiny_w5_prints_the_hosts_time_of_each_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, threads = tmp_path / "out.json", torch.get_num_threads()
     arguments = ["--tiny", "--workload", "W5", "--rows", "ours_all,ours_kept", "--device-limit-gb", "0"]
     try:
-        assert bench_stage.main([*arguments, "--layers", "1", "--profile", "--out", str(out)]) == 0
+        assert bench_stage.main([*arguments, "--layers", "1", "--out", str(out)]) == 0
     finally:
         torch.set_num_threads(threads)
     text = capsys.readouterr().out
@@ -174,9 +162,5 @@ def test_a_tiny_w5_prints_the_hosts_time_of_each_row_and_where_it_goes(
     assert f"a group ({7 * 16})" in text
     for result in results.values():
         assert 0 <= result["issue_collector_ms"] < result["issue_ms"]
-        profile = result["host_profile"]
-        assert sum(profile["classes"].values()) <= profile["wall_ms"]
-        has_offload = profile["classes"]["Python of offload"] > 0
-        assert has_offload == (result["row"] != "nothing")
     # without a cap the bound is the link's, or the baseline's step
     assert results["ours_all"]["bound_ms"] == results["nothing"]["step_ms"]

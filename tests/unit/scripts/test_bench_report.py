@@ -1,5 +1,4 @@
-"""What the benchmark makes of its samples: fingerprints of gradients, lanes of a trace, bounds and the
-table."""
+"""What the benchmark makes of its samples: fingerprints of gradients, bounds and the table."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gradients, lanes, report, rows
+from bench import gradients, report, rows
 from bench.workload import workload
 from tests.unit.scripts.bench_rig import LINK, context_of, prints_of
 
@@ -38,50 +37,6 @@ def test_compare_says_bitwise_differs_or_not_finite() -> None:
     assert different["max_difference"] == pytest.approx(1.0, rel=1e-3)
     other["samples"] = reference["samples"] | {name: reference["samples"][name] * float("nan")}
     assert gradients.compare(reference, other)["verdict"] == "not finite"
-
-
-# -- lanes ---------------------------------------------------------------------------------------------------
-def event(category: str, name: str, start: float, length: float, nbytes: int = 0) -> dict[str, Any]:
-    return {
-        "cat": category,
-        "name": name,
-        "ts": start,
-        "dur": length,
-        "args": {"bytes": nbytes} if nbytes else {},
-    }
-
-
-def test_lanes_are_told_apart_and_overlap_counts_once() -> None:
-    events = [
-        event("kernel", "gemm", 0, 4000),
-        event("kernel", "other stream", 3000, 2000),
-        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 8000, 2000, 5),
-        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 1000, 3000, 150_000_000),
-        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 6000, 1000, 50_000_000),
-        event("cpu_op", "aten::mm", 0, 90_000),
-        {"cat": "kernel", "name": "an instant", "ts": 5.0},
-    ]
-    step = lanes.summarise_events(events)
-    compute, d2h, h2d = step.lanes
-    assert (step.span_ms, compute.busy_ms, compute.idle_ms) == (10.0, 7.0, 3.0)
-    assert (d2h.busy_ms, d2h.nbytes, d2h.gigabytes_per_s) == (3.0, 150_000_000, pytest.approx(50.0))
-    assert h2d.operations == 1
-    assert (step.compute_idle_while_h2d_ms, step.compute_idle_while_d2h_ms, step.all_idle_ms) == (
-        1.0,
-        0.0,
-        2.0,
-    )
-    assert compute.longest == ((5.0, 3.0),)
-    assert [lane.gap_count for lane in step.lanes] == [1, 2, 2]
-    text = "\n".join(lanes.render(step, "a row"))
-    assert "busy      7.0 idle      3.0 ms" in text
-    assert max(len(line) for line in text.splitlines()) < 200
-
-
-def test_trace_without_device_operations_is_said_so() -> None:
-    assert (
-        "no device operations" in lanes.render(lanes.summarise_events([event("cpu_op", "x", 0, 1)]), "r")[0]
-    )
 
 
 # -- bounds and the table ------------------------------------------------------------------------------------
@@ -194,7 +149,7 @@ def test_block_inputs_are_judged_by_checkpointing_and_have_no_copy_bound() -> No
     baseline = baseline_of("W3", 3000.0)
     checkpoint = result_of(row="checkpoint", step_ms=3700.0, active_bytes=24e9, reserved_bytes=28e9)
     result = result_of(
-        row="ours_inputs",
+        row="ours_hidden_states",
         step_ms=3718.5,
         active_bytes=20e9,
         moves_all_groups=False,
@@ -202,9 +157,9 @@ def test_block_inputs_are_judged_by_checkpointing_and_have_no_copy_bound() -> No
     )
     report.add_bound(result, baseline, LINK)
     assert "bound_ms" not in result
-    trl = result_of(row="trl_inputs", step_ms=3700.0, active_bytes=24e9, reserved_bytes=30e9)
-    assert report.notes_lines(trl, None, checkpoint) == [
-        "  trl_inputs: 1.0000 of checkpoint's step, active 0.00 GB below it, reserved -2.00"
+    inputs = result_of(row="transformers_inputs", step_ms=3700.0, active_bytes=24e9, reserved_bytes=30e9)
+    assert report.notes_lines(inputs, None, checkpoint) == [
+        "  transformers_inputs: 1.0000 of checkpoint's step, active 0.00 GB below it, reserved -2.00"
     ]
 
 
