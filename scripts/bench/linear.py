@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-__all__ = ["Ranges", "Rows", "Solution", "minimise"]
+__all__ = ["Ranges", "Rows", "minimise"]
 
 Ranges = list[tuple[float | None, float | None]]
 """The least and the most of each column."""
@@ -37,21 +37,15 @@ class Rows:
         )
 
 
-class Solution(NamedTuple):
-    """values: of all columns. per_limit: by how much the least sum grows for each unit that the right side of
-    an `at_most` row grows by, 0 or less."""
-
-    values: Sequence[float]
-    per_limit: Sequence[float]
-
-
-def minimise(costs: Mapping[int, float], ranges: Ranges, at_most: Rows, equal: Rows) -> Solution | None:
+def minimise(
+    costs: Mapping[int, float], ranges: Ranges, at_most: Rows, equal: Rows
+) -> Sequence[float] | None:
     """The columns' values where their sum, each times its cost, is least; None if no values keep all rows.
 
     costs: by column, 0 where it is not named. Raises ImportError without scipy (extra `plan`).
     """
     if not ranges:
-        return Solution([], [0.0] * len(at_most.limits))
+        return []
     try:
         from scipy import optimize, sparse
     except ImportError as error:
@@ -75,4 +69,4 @@ def minimise(costs: Mapping[int, float], ranges: Ranges, at_most: Rows, equal: R
         if result.success:
             break
     assert result.success, f"HiGHS found no solution: {result.message}"
-    return Solution(result.x.tolist(), result.ineqlin.marginals.tolist())
+    return list(result.x)

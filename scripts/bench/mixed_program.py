@@ -28,10 +28,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
-from bench.linear import Ranges, Rows, Solution, minimise
+from bench.linear import Ranges, Rows, minimise
 from offload.policy.actions import Action, ChunkKey, Life, Rates, lives_of
 from offload.policy.menu import Block, ChunkBlocks, Level, block_seconds
 
@@ -52,16 +52,8 @@ class MixedBound:
     """Compute alone: the step with nothing given up or moved."""
     moved_bytes: int
     """Bytes that leave the device, the fewest of a step of that time."""
-    recomputed_s: float
-    """Device seconds of recomputing."""
     recomputed_bytes: int
     """Bytes that were never made in a forward."""
-    given_bytes: Mapping[ChunkKey, tuple[float, ...]]
-    """What each block gives up."""
-    kept_bytes: Mapping[ChunkKey, float]
-    """Of what each chunk saves, what is never away."""
-    seconds_per_byte: float
-    """What one more byte of cap would save, as long as the same things bind."""
 
 
 def num_flows(actions: Sequence[Action]) -> int:
@@ -139,7 +131,6 @@ class MixedProgram:
         self._aways: list[list[int]] = [[] for _ in range(num_slices)]
         self._used: list[list[tuple[int, float]]] = [[] for _ in range(num_slices)]  # beside plain bytes
         self._plain = [0.0] * num_slices
-        self._chunk_aways: dict[ChunkKey, list[int]] = {}
         self._parts: dict[ChunkKey, list[list[_Kind]]] = {}
         for chunk in self._lives:
             self._add_chunk(chunk)
@@ -154,15 +145,13 @@ class MixedProgram:
             for columns, rate in ((outs, 1.0), (ins, h2d), ([*outs, *ins], both)):
                 if columns:
                     self._at_most.add([*((moved, 1.0) for moved in columns), (at, -rate)], 0.0)
-        self._cap_rows = range(0)
 
     def limit(self, cap_bytes: int, host_limit_bytes: int | None) -> None:
         """The rows of the device and of host memory."""
-        cap, first = cap_bytes / self._byte_unit, len(self._at_most.limits)
+        cap = cap_bytes / self._byte_unit
         for at, plain in enumerate(self._plain):
             if plain > cap:
                 self._at_most.add(self._used[at], cap - plain)
-        self._cap_rows = range(first, len(self._at_most.limits))
         if host_limit_bytes is not None:
             for aways in self._aways:
                 if aways:
@@ -176,45 +165,23 @@ class MixedProgram:
         least = minimise(costs, self._ranges, self._at_most, self._equal)
         if least is None:
             return None
-        step = sum(least.values[at] for at in durations)
-        per_limit = sum(least.per_limit[row] for row in self._cap_rows)
+        step = sum(least[at] for at in durations)
         # more than the least by less than can be measured, or rounding leaves the second no solution
         self._at_most.add([(at, 1.0) for at in durations], step * (1 + 1e-7) + 1e-7)
         fewest = dict.fromkeys(leaving, 1.0)
         least = minimise(fewest, self._ranges, self._at_most, self._equal) or least
-        return self._answer(least, step, -per_limit, compute_s)
-
-    def _answer(self, solution: Solution, step: float, per_byte: float, compute_s: float) -> MixedBound:
-        values = solution.values
-        given: dict[ChunkKey, tuple[float, ...]] = {}
-        kept: dict[ChunkKey, float] = {}
-        recomputed_s = 0.0
-        for chunk, parts in self._parts.items():
-            given_of: list[float] = []
-            for part, own in zip(parts, self._cuts[chunk], strict=True):
-                by_block: dict[Block, float] = {}
-                for kind in part:
-                    plain_bytes = kind.block.menu[0].saved_bytes
-                    by_block[kind.block] = (
-                        sum(values[at] * (plain_bytes - level.saved_bytes) for at, level in kind.levels())
-                        / kind.num
-                    )
-                    recomputed_s += sum(values[at] * level.recompute_s for at, level in kind.levels())
-                given_of += [by_block[block] for block in own]
-            given[chunk] = tuple(given_of)
-            total = sum(block.menu[0].saved_bytes for block in self._blocks[chunk]) - sum(given_of)
-            away = max((values[column] for column in self._chunk_aways[chunk]), default=0.0)
-            kept[chunk] = max(0.0, total - away * self._byte_unit)
+        recomputed_bytes = sum(
+            least[at] * (kind.block.menu[0].saved_bytes - level.saved_bytes)
+            for parts in self._parts.values()
+            for kind in chain(*parts)
+            for at, level in kind.levels()
+        )
         return MixedBound(
             # the solver's tolerance may leave the sum a hair under the compute
             step_s=max(step * self._time_unit, compute_s),
             compute_s=compute_s,
-            moved_bytes=round(sum(values[out] for outs in self._outs for out in outs) * self._byte_unit),
-            recomputed_s=recomputed_s,
-            recomputed_bytes=round(sum(map(sum, given.values()))),
-            given_bytes=given,
-            kept_bytes=kept,
-            seconds_per_byte=max(0.0, per_byte) * self._time_unit / self._byte_unit,
+            moved_bytes=round(sum(least[out] for out in leaving) * self._byte_unit),
+            recomputed_bytes=round(recomputed_bytes),
         )
 
     def _slices_of(self, action: Action) -> list[Sequence[Block]]:
@@ -240,7 +207,6 @@ class MixedProgram:
             if life.half_read is not None:
                 self._add_prefix(half, kinds, after_half=True)
         self._parts[chunk] = parts
-        self._chunk_aways[chunk] = []
         self._add_recompute(life, parts)
         away_before: list[tuple[int, float]] = []
         last = len(cut) - 1
@@ -255,7 +221,6 @@ class MixedProgram:
                 away = self._column(None)
                 self._at_most.add([(away, 1.0), *given], live)
                 self._aways[at].append(away)
-                self._chunk_aways[chunk].append(away)
                 self._used[at] += [(away, -1.0), *((column, -value) for column, value in given)]
                 self._plain[at] += live
                 row.append((away, 1.0))

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bench.bound import Work, least_step, single_pass_limit_s
+from bench.bound import least_step, single_pass_limit_s
 from bench.table import aligned, reason_of
 from bench.workload import live_peak_chunks
-from offload.policy.actions import Action, Rates
+from offload.policy.actions import Action, GroupSize, Rates
 
 GB = 1e9
 _COLUMNS = (
@@ -67,15 +67,6 @@ def rates_of(link: Mapping[str, Any]) -> Rates:
     )
 
 
-def work_list(baseline: Mapping[str, Any], chunk_bytes: int) -> list[Work]:
-    """The step as the bound takes it: the baseline's compute and the bytes of a whole chunk."""
-    seconds = {"F": baseline["forward_ms"] * 1e-3, "B": baseline["backward_ms"] * 1e-3}
-    return [
-        Work(Action(kind, stage, microbatch), seconds[kind], chunk_bytes)
-        for kind, stage, microbatch in baseline["actions"]
-    ]
-
-
 def add_bound(
     result: dict[str, Any],
     baseline: Mapping[str, Any] | None,
@@ -123,9 +114,12 @@ def add_bound(
             return
         if not (result["moves_all_groups"] or recomputes):
             return
-        work = work_list(baseline, chunk_bytes)
+        actions = [Action(*action) for action in baseline["actions"]]
+        sizes = {action.chunk: [GroupSize("chunk", chunk_bytes)] for action in actions}
+        passes_s = {"F": baseline["forward_ms"] * 1e-3, "B": baseline["backward_ms"] * 1e-3}
+        seconds = [passes_s[action.kind] for action in actions]
         try:
-            bound = least_step(work, rates, int(cap), slices=slices)
+            bound = least_step(actions, sizes, seconds, rates, int(cap), slices=slices)
         except ImportError as error:  # the figures count without it
             result["bound_of"] = str(error)
             return

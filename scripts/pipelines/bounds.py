@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.bound import least_step, work_of
+from bench.bound import least_step
 from bench.report import rates_of
 from offload.policy.actions import Action, GroupSize
 from pipelines.memory import BlockFacts
@@ -56,7 +56,10 @@ def rank_bounds_ms(
             for name, group in block.groups.items()
         ]
         sizes = {action.chunk: groups for action in actions if action.kind == "F"}
-        work = work_of(actions, sizes, compute_seconds(actions, block, rank["layers"] / virtual, measured))
-        shared = rates_of(links[number]["rates"][-1]["rates"])
-        found.append(least_step(work, shared, result["row"]["saved_limit_bytes"], slices=1).step_s * 1e3)
+        seconds = compute_seconds(actions, block, rank["layers"] / virtual, measured)
+        shared, limit_bytes = (
+            rates_of(links[number]["rates"][-1]["rates"]),
+            result["row"]["saved_limit_bytes"],
+        )
+        found.append(least_step(actions, sizes, seconds, shared, limit_bytes, slices=1).step_s * 1e3)
     return found

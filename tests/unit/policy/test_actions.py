@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.bound import Work, work_of
-from offload.policy.actions import Action, GroupSize, Rates, lives_of, one_f_one_b, require_sizes
+from offload.policy.actions import Action, Rates, lives_of, one_f_one_b, require_sizes
 from tests.parsed import parse_action
 
 
@@ -61,22 +60,6 @@ def test_an_action_without_sizes_is_named() -> None:
         ValueError, match=r"action 0, 0F0, has no group sizes; sizes has 0 chunks, add \(0, 0\)"
     ):
         require_sizes(order("0F0 0B0"), {})
-
-
-def test_work_reads_in_the_input_half_what_the_weight_half_does_not() -> None:
-    sizes = {(1, 0): [GroupSize("a", 5, half_bytes=2), GroupSize("b", 7, half_bytes=0), GroupSize("c", 9)]}
-    assert [item.nbytes for item in work_of(order("1F0 1I0 1W0"), sizes, [1.0] * 3)] == [21, 10, 11]
-
-
-def test_work_counts_a_split_backward_at_its_weight_half() -> None:
-    actions = order("0F0 0I0 0W0")
-    works = work_of(actions, {(0, 0): [GroupSize("a", 3), GroupSize("b", 4)]}, [1.0, 2.0, 3.0])
-    assert works == (Work(actions[0], 1.0, 7), Work(actions[1], 2.0, 0), Work(actions[2], 3.0, 7))
-
-
-def test_work_needs_a_time_for_each_action() -> None:
-    with pytest.raises(ValueError, match="2 actions and 1 compute times"):
-        work_of(order("0F0 0B0"), {(0, 0): []}, [1.0])
 
 
 def test_a_slower_direction_leaves_its_share_to_the_other() -> None:

@@ -26,11 +26,11 @@ W2_SIZES: dict[ChunkKey, list[GroupSize]] = {
 @pytest.mark.parametrize("device_gb", [50, 40, 32, 22])
 def test_the_plan_of_a_pipeline_stage_comes_within_five_percent_of_the_bound(device_gb: int) -> None:
     pytest.importorskip("scipy", reason="the bound needs scipy, an extra")
-    from bench.bound import least_step, work_of
+    from bench.bound import least_step
 
     limit_bytes = device_gb * GB - 9 * GB
     plan = choose_keeps(W2, W2_SIZES, W2_COMPUTE_S, H200, limit_bytes, max_trials=100)
-    bound = least_step(work_of(W2, W2_SIZES, W2_COMPUTE_S), H200, limit_bytes)
+    bound = least_step(W2, W2_SIZES, W2_COMPUTE_S, H200, limit_bytes)
     assert bound.step_s <= plan.predicted_step_s <= 1.05 * bound.step_s
     assert plan.fits
 

@@ -12,7 +12,6 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.bound import work_of
 from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, Rates
 from offload.policy.keeps import kept_peak_bytes, limit_keeps
 from offload.policy.simulate import Simulation, simulate
@@ -357,7 +356,7 @@ def test_no_simulated_step_is_under_the_bound(
         half_room=half_room,
         rates=rates,
     )
-    bound = least_step(work_of(actions, sizes, seconds), rates, max(limit, result.peak_bytes), slices=2)
+    bound = least_step(actions, sizes, seconds, rates, max(limit, result.peak_bytes), slices=2)
     assert result.step_s >= bound.step_s * (1 - 1e-5) - 1e-6
     assert result.step_s == pytest.approx(result.compute_s + result.stall_s)
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from bench.bound import least_step, work_of
+from bench.bound import least_step
 from bench.mixed_bound import least_mixed_step
 from bench.mixed_program import num_flows
 from offload.policy.actions import Action, ChunkKey, GroupSize, Rates, one_f_one_b
@@ -43,7 +43,7 @@ def test_with_plain_blocks_alone_it_is_the_bound_of_moving() -> None:
     blocks = {(0, m): own for m in range(8)}
     mixed = least_mixed_step(actions, blocks, H200, 13 * GB, slices=4)
     sizes = {chunk: [GroupSize("a", 22 * GB)] for chunk in blocks}
-    moved = least_step(work_of(actions, sizes, action_seconds(actions, blocks, {})), H200, 13 * GB)
+    moved = least_step(actions, sizes, action_seconds(actions, blocks, {}), H200, 13 * GB)
     assert mixed.step_s == pytest.approx(moved.step_s, rel=1e-5)
     assert mixed.moved_bytes == pytest.approx(moved.moved_bytes, rel=1e-4)
     assert mixed.recomputed_bytes == 0
@@ -58,12 +58,7 @@ def test_with_a_dead_link_it_is_checkpointing_of_as_many_blocks_as_do_not_fit() 
     bound = least_mixed_step(actions, {(0, 0): own}, NOTHING, 16)
     assert bound.compute_s == 6.0
     assert bound.step_s == pytest.approx(6.5, rel=1e-4)
-    assert bound.recomputed_s == pytest.approx(0.5, rel=1e-3)
     assert bound.recomputed_bytes == 4
-    assert sum(bound.given_bytes[0, 0]) == pytest.approx(4, rel=1e-2)
-    assert bound.kept_bytes[0, 0] == pytest.approx(16, rel=1e-2)
-    # a byte more on the device is an eighth of a recompute less
-    assert bound.seconds_per_byte == pytest.approx(1 / 8, rel=1e-2)
 
 
 def test_a_host_limit_leaves_only_recomputing() -> None:
@@ -248,18 +243,6 @@ def test_more_room_a_faster_link_and_cheaper_recomputes_never_cost_time(
             step_s, rel=1e-6
         )
         earlier_s = step_s
-
-
-def test_what_a_byte_more_saves_is_what_the_next_bound_says() -> None:
-    menu = (Level("plain", 100, 0.0), Level("selective", 60, 0.2), Level("checkpoint", 10, 1.0))
-    own = [Block(menu=menu, forward_s=1.0, backward_s=2.0)] * 2
-    actions = one_f_one_b(0, 3, 4)
-    blocks = {(0, m): own for m in range(4)}
-    rates = Rates(d2h_bytes_per_s=20, h2d_bytes_per_s=20)
-    bound = least_mixed_step(actions, blocks, rates, 200)
-    more = least_mixed_step(actions, blocks, rates, 201)
-    assert bound.seconds_per_byte > 0
-    assert bound.step_s - more.step_s == pytest.approx(bound.seconds_per_byte, rel=0.02)
 
 
 def test_a_split_backward_recomputes_in_its_input_half() -> None:
