@@ -102,7 +102,9 @@ def _summary(first: dict[str, Any], samples: list[dict[str, Any]], work: Work) -
         "reserved_bytes": max(one["reserved_peak"] for one in timed),
         "pinned_held": max(one["held"] for one in timed),
         "pinned_lent_peak": max(one["lent"] for one in timed),
-        "pinned_growth": sum(max(0, b["held"] - a["held"]) for a, b in pairwise(timed)),
+        "pinned_growth": sum(max(0, b["held"] - a["held"]) for a, b in pairwise(timed))
+        if work.zipf
+        else None,
         "engine": engine,
         "samples": samples,
     }

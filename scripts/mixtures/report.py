@@ -1,17 +1,16 @@
-"""What is printed beside the table of bench/report.py: tokens a second, what stayed, and what was asked
-beside what was found.
+"""What is printed beside the table of bench/report.py: tokens a second, and what stayed.
 
 One invariant: a line compares rows of one work of one run; where a row is missing, the line is, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from offload.sizes import bytes_text
 
-__all__ = ["asked_lines", "facts_line", "note_line"]
+__all__ = ["facts_line", "note_line"]
 
 MIB = 1 << 20
 Rows = Mapping[str, Mapping[str, Any]]
@@ -42,6 +41,11 @@ def note_line(result: Mapping[str, Any], done: Rows, tokens: int) -> str:
     if nothing is not None and result["row"] not in _PLAIN:
         if (kept := kept_share(result, done)) is not None:
             parts.append(f"after the forward {kept:.3f} of what the row without offload has is on the device")
+        if result["pinned_growth"] is not None:
+            slowest = result["step_ms_max"] / result["step_ms"]
+            parts.append(
+                f"pinned grew {result['pinned_growth']:,} bytes; slowest step {slowest:.3f} of the median"
+            )
         if result["active_bytes"] and (plain := _plain_of(result, done)) is not None:
             parts.append(_fell(result, plain))
     parts.append(f"{result['process_s']:.0f} s in all")
@@ -78,63 +82,3 @@ def _fell(result: Mapping[str, Any], nothing: Mapping[str, Any]) -> str:
         text += f", {fell / moved:.3f} of what left ({'within' if within else 'not within'} 30%"
         text += f"; {abs(fell - moved) / MIB:,.0f} MiB apart)"
     return text
-
-
-def asked_lines(work: str, rows: Rows) -> Iterator[str]:
-    """Each goal of the work, and what this run has found."""
-    for goal, found, reached in _GOALS.get(work, lambda rows: ())(rows):
-        yield f"  asked: {goal}; found: {found}: {'reached' if reached else 'NOT reached'}"
-
-
-def _layer(rows: Rows) -> Iterator[tuple[str, str, bool]]:
-    nothing = rows["nothing"]
-    for name in ("groups", "groups_permuted", "auto", "auto_permuted"):
-        if name in rows:
-            ratio, kept = _ratio(rows[name], nothing), kept_share(rows[name], rows)
-            said = "?" if kept is None else f"{kept:.3f}"
-            goal = f"{name} at most 1.07 of nothing, half of its saved bytes kept at most"
-            yield goal, f"{ratio:.3f}, {said} kept", ratio <= 1.07 and (kept or 0.0) <= 0.5
-    if {"torch_save_on_cpu", "experts_save_on_cpu"} <= rows.keys():
-        peer, ours = rows["torch_save_on_cpu"], rows["experts_save_on_cpu"]
-        faster = peer["step_ms"] / ours["step_ms"]
-        memory = ours["active_bytes"] / max(1, peer["active_bytes"])
-        goal = "experts_save_on_cpu in torch's memory within 5%, 4 times its tokens a second"
-        yield goal, f"{memory:.3f} of its memory, {faster:.2f} times", memory <= 1.05 and faster >= 4
-    if "torch_checkpoint" in rows:
-        peer = rows["torch_checkpoint"]
-        for name in ("auto_checkpoint", "both_attention", "recompute"):
-            if name in rows:
-                memory = rows[name]["active_bytes"] / max(1, peer["active_bytes"])
-                ratio = _ratio(rows[name], peer)
-                goal = f"{name} in torch_checkpoint's memory, 1/1.10 of its step"
-                yield (
-                    goal,
-                    f"{memory:.3f} of its memory, 1/{1 / ratio:.3f}",
-                    memory <= 1.0 and ratio <= 1 / 1.1,
-                )
-
-
-def _window(rows: Rows) -> Iterator[tuple[str, str, bool]]:
-    for name in ("experts_leave", "experts_leave_permuted"):
-        if name in rows:
-            ratio = _ratio(rows[name], rows["nothing"])
-            yield f"{name} at most 1.05 of nothing", f"{ratio:.3f}", ratio <= 1.05
-
-
-def _zipf(rows: Rows) -> Iterator[tuple[str, str, bool]]:
-    if "groups" not in rows:
-        return
-    row = rows["groups"]
-    grown, held, lent = row["pinned_growth"], row["pinned_held"], row["pinned_lent_peak"]
-    yield "nothing pinned after step 20", f"{grown:,} bytes", grown == 0
-    over = held / max(1, lent)
-    yield "pinned at most 1.10 of lent", f"{over:.3f}", over <= 1.1
-    slowest = row["step_ms_max"] / row["step_ms"]
-    yield "no step over 1.3 of the median", f"the slowest {slowest:.3f}", slowest <= 1.3
-
-
-def _ratio(row: Mapping[str, Any], beside: Mapping[str, Any]) -> float:
-    return float(row["step_ms"] / beside["step_ms"])
-
-
-_GOALS = {"layer": _layer, "window": _window, "zipf": _zipf, "lengths": _zipf}

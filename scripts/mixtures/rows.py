@@ -5,7 +5,6 @@
     groups, groups_permuted        marks of the experts and of attention, under a limit (`kept`)
     auto, auto_permuted            offload.apply(model, mode="auto") within a total
     auto_checkpoint                the same within what torch_checkpoint takes
-    recompute                      every layer recomputed from its input, but for its routing
     experts_*                      the three modes of the experts
     both_attention                 the experts' mode "both", and all else that is marked leaves
     experts_leave                  the experts' input and first product leave, without a limit;
@@ -41,7 +40,7 @@ class RowSpec:
     """How a row differs from nothing."""
 
     placement: Mapping[str, Any] = field(default_factory=dict)
-    """Of moe.MixtureGPT: offload_modules, experts_mode, input_kept, recompute."""
+    """Of moe.MixtureGPT: offload_modules, experts_mode, input_kept."""
     kept: bool = False
     """The engine's device limit is what lets the model keep the share of its saved bytes that is asked
     for."""
@@ -54,7 +53,7 @@ class RowSpec:
     @property
     def is_ours(self) -> bool:
         """Whether the engine takes part."""
-        return bool(self.total or self.moves or self.placement.get("recompute"))
+        return bool(self.total or self.moves)
 
     @property
     def moves(self) -> bool:
@@ -82,7 +81,6 @@ ROWS: Mapping[str, RowSpec] = {
     "auto": RowSpec(total="share"),
     "auto_permuted": RowSpec(placement=_PERMUTED, total="share"),
     "auto_checkpoint": RowSpec(total="torch_checkpoint"),
-    "recompute": RowSpec(placement={"recompute": True}),
     "experts_save_on_cpu": RowSpec(placement={"experts_mode": "save_on_cpu"}),
     "experts_checkpoint": RowSpec(placement={"experts_mode": "checkpoint"}),
     "experts_both": RowSpec(placement={"experts_mode": "both"}),
@@ -103,7 +101,6 @@ ROWS_OF: Mapping[str, tuple[str, ...]] = {
         "auto",
         "auto_permuted",
         "torch_checkpoint",
-        "recompute",
         "auto_checkpoint",
         "torch_save_on_cpu",
         "experts_save_on_cpu",

@@ -21,7 +21,7 @@ from torch import nn
 import moe
 from offload.policy.actions import Action, one_f_one_b
 
-__all__ = ["TRANSFORMERS", "WORKS", "Work", "ZipfGate", "tiny", "tokens_of", "zipf_gates"]
+__all__ = ["WORKS", "Work", "ZipfGate", "tiny", "tokens_of", "zipf_gates"]
 
 _QWEN3: dict[str, Any] = {
     "dim": 2048,
@@ -41,22 +41,6 @@ _TINY: dict[str, Any] = {
     "experts": 8,
     "top_k": 4,
 }
-TRANSFORMERS: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "moe_intermediate_size": 768,
-    "intermediate_size": 6144,
-    "num_experts": 32,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 32000,
-    "max_position_embeddings": 131072,
-}
-"""The same layers as a config of transformers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
