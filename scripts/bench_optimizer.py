@@ -23,14 +23,14 @@ from typing import Any
 
 from bench import optim_child, report
 from bench.optim_child import OptimRequest
-from bench.optim_work import OPTIMIZERS, OURS
+from bench.optim_work import OPTIMIZERS
 from bench.run import Run, check_names, hardware, main_of, parser_of
 from bench.table import reason_of
 
 GB = 1e9
 PARTS = ("alone", "training", "together")
-ALONE = ("gpu_fused", "ours_step", "ours_half", "ours_cpu", "ours_no_overlap", "torchao", "megatron")
-TRAINING = ("gpu_fused", "ours_step", "ours_forward", "ours_backward", "torchao_gradients", "megatron")
+ALONE = ("gpu_fused", "ours_step", "ours_half", "torchao", "megatron")
+TRAINING = ("gpu_fused", "ours_step", "ours_forward", "ours_backward", "megatron")
 CLIPPED = ("gpu_fused", "ours_step", "ours_forward")
 TOGETHER = (
     ("gpu_fused", ""),
@@ -54,11 +54,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5, help="timed steps (%(default)s)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (%(default)s)")
-    parser.add_argument("--clip", choices=["no", "yes", "both"], default="both", help="of the training part")
-    parser.add_argument("--bucket-mb", type=float, help="MiB of master weights a bucket, for rows of ours")
-    parser.add_argument(
-        "--cpu-share", type=float, help="for rows of ours; the optimizer's default if not given"
-    )
     parsed = parser.parse_args(arguments)
     check_names(parser, parsed.parts.split(","), PARTS)
     check_names(parser, (parsed.rows or "").split(","), OPTIMIZERS)
@@ -68,20 +63,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def row(run: Run, **what: Any) -> dict[str, Any]:
     """One row's result, kept."""
     args = run.args
-    given = {
-        "bucket_bytes": None if args.bucket_mb is None else round(args.bucket_mb * 2**20),
-        "cpu_share": args.cpu_share,
-    }
-    options = {name: value for name, value in given.items() if value is not None}
-    request = OptimRequest(
-        dtype=args.dtype,
-        layers=args.layers,
-        tiny=args.tiny,
-        steps=args.steps,
-        warmup=args.warmup,
-        options=options if what.get("optimizer") in OURS else {},
-        **what,
-    )
+    given = {name: getattr(args, name) for name in ("dtype", "layers", "tiny", "steps", "warmup")}
+    request = OptimRequest(**given, **what)
     return run.keep({"request": what} | run.measure(request, optim_child.run, here=args.tiny))
 
 
@@ -141,8 +124,6 @@ def run_alone(run: Run) -> None:
 def run_training(run: Run) -> None:
     args = run.args
     for clip in (False, True):
-        if args.clip == ("no" if clip else "yes"):
-            continue
         title = (
             f"training{', clipped by the global norm' if clip else ''}: {args.microbatches} microbatches of "
             f"{args.sequence}, consecutive steps; the ratio is over gpu_fused"

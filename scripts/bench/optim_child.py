@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,6 @@ class OptimRequest:
     steps: int = 5
     warmup: int = 3
     tiny: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def shape(self) -> OptimShape:
@@ -67,17 +66,12 @@ def _build(request: OptimRequest, device: torch.device) -> _Job:
     model = FusedStack(request.shape, device, getattr(torch, request.dtype))
     clock = Clock(device)
     clock.drain()
-    options = dict(request.options)
-    if request.dtype != "float32" and request.optimizer.startswith("ours"):
-        options["param_update_in_fp32"] = True
+    masters = request.dtype != "float32" and request.optimizer.startswith("ours")
+    options = {"param_update_in_fp32": True} if masters else {}
     leaving = LeavingActivations(model, request.microbatches) if request.groups else None
     engine = leaving.engine if leaving is not None and request.groups == "one" else None
-    return _Job(
-        model=model,
-        made=make_optimizer(request.optimizer, model, options, engine),
-        clock=clock,
-        leaving=leaving,
-    )
+    made = make_optimizer(request.optimizer, model, options, engine)
+    return _Job(model=model, made=made, clock=clock, leaving=leaving)
 
 
 def _facts(job: _Job) -> dict[str, Any]:

@@ -224,16 +224,10 @@ class LeavingActivations:
             block.marks = marks
 
 
-def _gpu(model: nn.Module, **how: Any) -> Made:
-    return Made(torch.optim.AdamW(model.parameters(), **ADAMW, **how))
-
-
-def _torchao(model: nn.Module, **options: Any) -> Made:
+def _torchao(model: nn.Module) -> Made:
     library = imported("torchao.optim", "torchao")
     began = time.perf_counter()
-    optimizer = library.CPUOffloadOptimizer(
-        model.parameters(), torch.optim.AdamW, fused=True, **ADAMW, **options
-    )
+    optimizer = library.CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **ADAMW)
     return Made(optimizer, construct_s=time.perf_counter() - began, needs_backward=True)
 
 
@@ -260,16 +254,13 @@ OURS: dict[str, dict[str, Any]] = {
     "ours_forward": {"overlap": "forward"},
     "ours_backward": {"overlap": "backward"},
     "ours_half": {"fraction": 0.5},
-    "ours_cpu": {"cpu_share": 1.0},
-    "ours_no_overlap": {"overlap_cpu_optimizer_d2h_h2d": False},
 }
 """Rows of ours, by how the optimizer is made."""
 
 OTHERS: dict[str, Callable[[nn.Module], Made]] = {
-    "gpu_fused": lambda model: _gpu(model, fused=True),
+    "gpu_fused": lambda model: Made(torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)),
     "torchao": _torchao,
-    "torchao_gradients": lambda model: _torchao(model, offload_gradients=True),
-    "megatron": lambda model: _megatron(model),
+    "megatron": _megatron,
 }
 
 
