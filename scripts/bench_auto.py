@@ -37,6 +37,7 @@ import bench  # noqa: F401
 import offload
 from bench.families import FAMILIES, Setting
 from bench.measure import Clock
+from bench.options import add_options
 from bench.run import (
     Run,
     SkippedError,
@@ -223,12 +224,15 @@ def _split(
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__, row_timeout_s=180.0)
-    parser.add_argument("--works", default="full,lora,moe,fits", help=f"of {', '.join(WORKS)} (%(default)s)")
-    parser.add_argument("--rows", help=f"of auto, {', '.join(SPLITS)} (all)")
-    parser.add_argument("--device-total-gb", help="totals in GB of 1e9, as 24,48, instead of a work's own")
-    parser.add_argument("--host-limit-gb", type=float, help="of auto, most pinned bytes (the library's)")
-    parser.add_argument("--layers", type=int, help="instead of a shape's own; not of moe")
-    parser.add_argument("--samples", type=int, default=5, help="timed steps a row (%(default)s)")
+    options = f"""
+    --works text=full,lora,moe,fits  of {", ".join(WORKS)}
+    --rows text  of auto, {", ".join(SPLITS)} (all)
+    --device-total-gb text  totals in GB of 1e9, as 24,48, instead of a work's own
+    --host-limit-gb float  of auto, most pinned bytes (the library's)
+    --layers int  instead of a shape's own; not of moe
+    --samples int=5  timed steps a row
+    """
+    add_options(parser, options)
     parsed = parser.parse_args(arguments)
     parsed.works = parsed.works.split(",")
     parsed.rows = None if parsed.rows is None else parsed.rows.split(",")

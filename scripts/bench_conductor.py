@@ -35,6 +35,7 @@ import bench  # noqa: F401
 import offload
 from bench import gradients
 from bench.conflicts import CONFLICTS, stalls_ms
+from bench.options import add_options
 from bench.run import Run, hardware, main_of, outcome, parser_of
 from bench.table import cells_line, reason_line, ruled
 from bench.weights import TINY, Model, Shape, bits_of
@@ -87,7 +88,7 @@ class Loop:
             if self.three
             else (Model(shape, **where))
         )
-        tokens = options.tokens or WORKS[options.work][0]
+        tokens = WORKS[options.work][0]
         self.x = torch.randn(1, 32 if options.tiny else tokens, shape.hidden, **where)
         layers = (self.model.blocks if self.three else self.model).layers
         self.scale, self.clock = 1.0, None
@@ -264,11 +265,13 @@ def conflict_line(row: dict[str, Any]) -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__, row_timeout_s=1800.0)
-    parser.add_argument("--work", choices=(*WORKS, "conflicts"), help="(every one)")
-    parser.add_argument("--tokens", type=int, help="of one sequence (4,096 and 16,384)")
-    parser.add_argument("--layers", type=int, help="(28 and 8)")
-    parser.add_argument("--samples", type=int, help="pairs of steps (10 and 4); of a conflict (10)")
-    parser.add_argument("--warmup", type=int, default=4, help="steps before them (%(default)s)")
+    options = f"""
+    --work {"|".join(WORKS)}|conflicts  (every one)
+    --layers int  (28 and 8)
+    --samples int  pairs of steps (10 and 4); of a conflict (10)
+    --warmup int=4  steps before them
+    """
+    add_options(parser, options)
     parsed = parser.parse_args(arguments)
     if parsed.tiny:
         parsed.samples, parsed.warmup = parsed.samples or 3, 3

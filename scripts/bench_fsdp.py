@@ -39,6 +39,7 @@ import offload
 from bench import gradients
 from bench.measure import Clock
 from bench.optim_work import ADAMW, TINY, FusedStack, OptimShape
+from bench.options import add_options
 from bench.run import Run, answer_child, hardware, main_of, parser_of
 from bench.table import reason_line, ruled
 from offload.optim import FSDPGPUOptimizerWrapper
@@ -160,13 +161,15 @@ def answer(request: Request, ranks: Ranks) -> dict[str, Any] | None:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__, row_timeout_s=240.0)
-    parser.add_argument("--ranks", type=int, help="processes, one a GPU (all GPUs; 2 with --tiny)")
+    options = """
+    --ranks int  processes, one a GPU (all GPUs; 2 with --tiny)
+    --layers int=20  243 M parameters each
+    --threads text  of each rank, a row of the peer each (this host's cores / ranks)
+    --samples int=5  timed steps a row
+    --warmup int=3  steps before them
+    """
+    add_options(parser, options)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="(all)")
-    parser.add_argument("--layers", type=int, default=20, help="243 M parameters each (%(default)s)")
-    parser.add_argument("--sequence", type=int, default=4096, help="tokens on each rank (%(default)s)")
-    parser.add_argument("--threads", help="of each rank, a row of the peer each (this host's cores / ranks)")
-    parser.add_argument("--samples", type=int, default=5, help="timed steps a row (%(default)s)")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them (%(default)s)")
     parsed = parser.parse_args(arguments)
     parsed.ranks = parsed.ranks or (2 if parsed.tiny else max(1, torch.cuda.device_count()))
     share = max(1, len(os.sched_getaffinity(0)) // parsed.ranks)
@@ -194,7 +197,7 @@ def line(result: dict[str, Any], nothing: dict[str, Any] | None, peer_ms: float 
 
 def run_rows(run: Run) -> None:
     args = run.args
-    shape = TINY if args.tiny else OptimShape(layers=args.layers, sequence=args.sequence)
+    shape = TINY if args.tiny else OptimShape(layers=args.layers)
     base = Request(
         row="", threads=args.threads[0], shape=shape, samples=args.samples, warmup=args.warmup, tiny=args.tiny
     )

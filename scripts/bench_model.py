@@ -48,6 +48,7 @@ from bench import gradients, model_table
 from bench.families import FAMILIES, GROUPS, LLAMA, Setting
 from bench.measure import Clock
 from bench.model_peers import PEERS, peer
+from bench.options import add_options
 from bench.rule import Rule
 from bench.run import (
     Run,
@@ -69,17 +70,9 @@ _OWN_CHECKPOINTING: dict[str, dict[str, Any]] = {
     "transformers_offload": {"offload": True},
 }
 """Rows of the library's own checkpointing, by what transformers' gets."""
-_MODES: dict[str, Any] = {
-    "checkpoint": "checkpoint",
-    "hidden_states": "hidden_states",
-    "selective": "selective",
-    "groups": "groups",
-    "all": True,
-}
-"""Rows of `offload.apply` without a total, by their mode."""
 _WITHIN = ("rule", "auto", "auto_all", "trainstream")
 """Rows that have a total."""
-ROWS = ("plain", *_OWN_CHECKPOINTING, "torch_checkpoint", *PEERS, *_MODES, *_WITHIN[:3])
+ROWS = ("plain", *_OWN_CHECKPOINTING, "torch_checkpoint", *PEERS, "hidden_states", *_WITHIN[:3])
 _SETTLING, _AUTO_LEAST, _AUTO_MOST, _AUTO_S = 4, 24, 90, 32.0
 """Steps before the timed ones. Of auto, at least so many, then until its plan is final, but no more, and not
 for longer."""
@@ -117,37 +110,32 @@ class ModelRequest:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__, row_timeout_s=75.0)
-    parser.add_argument(
-        "--models", help=f"of {', '.join((*GROUPS, *FAMILIES))} (llama; config, where --config is given)"
-    )
-    parser.add_argument("--rows", default="plain,rule,auto", help=f"of {', '.join(ROWS)} (%(default)s)")
-    parser.add_argument("--device-total-gb", help="totals in GB of 1e9, as 14,19, instead of the model's two")
-    parser.add_argument("--totals", help="the same as shares of what plain takes, as 0.35,0.5")
-    parser.add_argument("--total-number", type=int, choices=(1, 2), help="one of the model's two (both)")
-    parser.add_argument("--config", type=Path, help="a config.json of a causal language model")
-    parser.add_argument("--layers", type=int, help="of llama or --config, instead of its num_hidden_layers")
-    parser.add_argument("--sequence", type=int, default=16384, help="tokens, of the same (%(default)s)")
-    parser.add_argument("--batch", type=int, default=1, help="sequences a step, of the same (%(default)s)")
-    parser.add_argument("--host-limit-gb", type=float, help="most pinned bytes (the library's default)")
-    parser.add_argument("--samples", type=int, default=5, help="timed steps a row (%(default)s)")
-    parser.add_argument("--gradients", action="store_true", help="compare gradients; weights do not change")
-    parser.add_argument(
-        "--beside-plain", action="store_true", help="time plain steps in each row's process, after its own"
-    )
+    options = f"""
+    --models text  of {", ".join((*GROUPS, *FAMILIES))} (llama; config, where --config is given)
+    --rows text=plain,rule,auto  of {", ".join(ROWS)}
+    --device-total-gb text  totals in GB of 1e9, as 14,19, instead of the model's two
+    --total-number int  1 or 2: one of the model's two (both)
+    --config path  a config.json of a causal language model
+    --layers int  of llama or --config, instead of its num_hidden_layers
+    --sequence int=16384  tokens, of the same
+    --batch int=1  sequences a step, of the same
+    --host-limit-gb float  most pinned bytes (the library's default)
+    --samples int=5  timed steps a row
+    --gradients  compare gradients; weights do not change
+    --beside-plain  time plain steps in each row's process, after its own
+    """
+    add_options(parser, options)
     parsed = parser.parse_args(arguments)
     named = (parsed.models or ("llama" if parsed.config is None else "config")).split(",")
     parsed.models = [model for name in named if name for model in GROUPS.get(name, (name,))]
     parsed.rows = [name for name in parsed.rows.split(",") if name]
     check_names(parser, parsed.models, FAMILIES, "models")
     check_names(parser, parsed.rows, ROWS, "rows")
-    if parsed.device_total_gb and parsed.totals:
-        parser.error("--device-total-gb and --totals both give the totals; give one of them")
-    if parsed.total_number and (parsed.device_total_gb or parsed.totals):
+    if parsed.total_number not in (None, 1, 2) or (parsed.total_number and parsed.device_total_gb):
         parser.error(
-            "--total-number chooses one of the model's own totals; leave it out where totals are given"
+            "--total-number is 1 or 2, one of the model's own totals; leave it out where totals are given"
         )
     parsed.totals_gb = numbers(parser, "--device-total-gb", parsed.device_total_gb)
-    parsed.shares = numbers(parser, "--totals", parsed.totals)
     if parsed.config is not None and not parsed.config.is_file():
         parser.error(f"--config {parsed.config} is no file; give the config.json of a model of transformers")
     if "config" in parsed.models and parsed.config is None:
@@ -373,7 +361,7 @@ def _apply(trainer: Trainer, request: ModelRequest) -> offload.Applied:
         if request.row == "auto_all":
             smallest["optimizer"] = trainer.optimizer
         return offload.apply(model, mode="auto", device_total=f"{request.total_bytes}B", **smallest)
-    return offload.apply(model, mode=_MODES[request.row], **smallest)
+    return offload.apply(model, mode="hidden_states", **smallest)
 
 
 def _gradients(request: ModelRequest, trainer: Trainer) -> dict[str, Any]:
@@ -400,10 +388,10 @@ def _gradients(request: ModelRequest, trainer: Trainer) -> dict[str, Any]:
 def _pairs(model: str, args: argparse.Namespace) -> Iterator[tuple[str, float | None, bool]]:
     """(row, total, whether it is a share) of one model; plain first where another needs it."""
     family = FAMILIES[model]
-    totals = list(args.totals_gb or args.shares or family.totals)
+    totals = list(args.totals_gb or family.totals)
     if args.total_number is not None:
         totals = [totals[args.total_number - 1]]
-    shares = bool(args.shares) or (not args.totals_gb and family.shares)
+    shares = not args.totals_gb and family.shares
     within = [row for row in args.rows if row in _WITHIN]
     if "plain" in args.rows or args.gradients or (shares and within):
         yield "plain", None, False

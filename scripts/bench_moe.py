@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
+from bench.options import add_options
 from bench.run import Run, check_names, check_positive, hardware, main_of, parser_of
 from mixtures import child, configs
 from mixtures.configs import ConfigRequest
@@ -47,31 +48,18 @@ Rows = dict[str, dict[str, Any]]
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__, row_timeout_s=150.0)
-    parser.add_argument(
-        "--work",
-        default="all",
-        help=f"comma-separated, of {', '.join(ALL_WORKS)}; all is every one but configs (%(default)s)",
-    )
-    parser.add_argument(
-        "--rows",
-        help=f"comma-separated, of {', '.join(ROWS)}; nothing is always run first, for the ratios",
-    )
-    parser.add_argument(
-        "--kept",
-        type=float,
-        default=0.5,
-        help="share of its saved bytes that groups and auto may keep on the device (%(default)s)",
-    )
-    parser.add_argument(
-        "--config",
-        type=Path,
-        nargs="+",
-        help=f"of the work configs: files (default: {', '.join(path.stem for path in configs.FILES)})",
-    )
-    parser.add_argument("--layers", type=int, help="instead of each work's own")
-    parser.add_argument("--samples", type=int, help="timed steps a row, instead of each work's own")
-    parser.add_argument("--host-limit-gb", type=float, default=110.0, help="pinned bytes (%(default)s)")
-    parser.add_argument("--no-gradients", action="store_true", help="leave out the comparison of gradients")
+    options = f"""
+    --work text=all  comma-separated, of {", ".join(ALL_WORKS)}; all is every one but configs
+    --rows text  comma-separated, of {", ".join(ROWS)}; nothing is always run first, for the ratios
+    --kept float=0.5  share of its saved bytes that groups and auto may keep on the device
+    --layers int  instead of each work's own
+    --samples int  timed steps a row, instead of each work's own
+    --host-limit-gb float=110  pinned bytes
+    --no-gradients  leave out the comparison of gradients
+    """
+    add_options(parser, options)
+    own = f"of the work configs: files (default: {', '.join(path.stem for path in configs.FILES)})"
+    parser.add_argument("--config", type=Path, nargs="+", help=own)
     parsed = parser.parse_args(arguments)
     parsed.works = tuple(WORKS) if parsed.work == "all" else tuple(filter(None, parsed.work.split(",")))
     check_names(parser, parsed.works, ALL_WORKS, "works")

@@ -24,6 +24,7 @@ from typing import Any
 from bench import optim_child, report
 from bench.optim_child import OptimRequest
 from bench.optim_work import OPTIMIZERS
+from bench.options import add_options
 from bench.run import Run, check_names, hardware, main_of, parser_of
 from bench.table import reason_of
 
@@ -44,16 +45,17 @@ TOGETHER = (
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__, row_timeout_s=240.0)
-    parser.add_argument("--parts", default=",".join(PARTS), help="(%(default)s)")
-    parser.add_argument("--rows", help=f"only these: {', '.join(OPTIMIZERS)}")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], default="float32", help="bfloat16 takes float32 masters"
-    )
-    parser.add_argument("--layers", type=int, help="243 M parameters each (6)")
-    parser.add_argument("--sequence", type=int, default=8192, help="of the training steps (%(default)s)")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=5, help="timed steps (%(default)s)")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them (%(default)s)")
+    options = f"""
+    --parts text={",".join(PARTS)}  of them
+    --rows text  only these: {", ".join(OPTIMIZERS)}
+    --dtype float32|bfloat16=float32  bfloat16 takes float32 masters
+    --layers int  243 M parameters each (6)
+    --sequence int=8192  of the training steps
+    --microbatches int=8  of the same
+    --steps int=5  timed steps
+    --warmup int=3  steps before them
+    """
+    add_options(parser, options)
     parsed = parser.parse_args(arguments)
     check_names(parser, parsed.parts.split(","), PARTS)
     check_names(parser, (parsed.rows or "").split(","), OPTIMIZERS)

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from bench.options import RaisingParser, add_options
 from bench.run import Run, answer_child, check_positive, main_of, parser_of
 from parallel.launch import ranks_from_environment, run_rank
 from parallel.schedules import check_counts, schedule_named
@@ -48,71 +49,31 @@ GB = 1e9
 HOST_GB_A_GPU = 110.0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ValueError(f"{message} (--help lists the options)")
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse and check. Raises ValueError that says what to give instead."""
-    parser = parser_of(__doc__, row_timeout_s=300.0, kind=_Parser)
-    parser.add_argument("--ranks", type=int, help="processes, one a GPU (all GPUs; 2 with --tiny)")
-    parser.add_argument(
-        "--schedules",
-        default=",".join(SCHEDULE_NAMES),
-        help="comma-separated, the most important first (%(default)s)",
-    )
-    parser.add_argument(
-        "--rows", default="nothing,ours,attention", help=f"of {', '.join(KINDS[1:-1])} (%(default)s)"
-    )
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="compare every gradient with those without offload, on a smaller model",
-    )
-    parser.add_argument("--layers", type=int, help="of one rank; derived from the GPU's memory if not given")
-    parser.add_argument("--sequence", type=int, help="tokens of a sequence, one a microbatch (8192)")
-    parser.add_argument("--microbatches", type=int, help="a step (twice the ranks)")
-    parser.add_argument(
-        "--optimizer-bytes",
-        type=int,
-        default=12,
-        help="held for each parameter, allocated and not stepped (%(default)s)",
-    )
-    parser.add_argument(
-        "--saved-limit-gb",
-        help=(
-            "comma-separated GB of 1e9 of saved tensors on each device, a row each (a half "
-            "and a quarter of 1f1b's)"
-        ),
-    )
-    parser.add_argument(
-        "--device-total-gb",
-        default="",
-        help="comma-separated GB of 1e9 of all active bytes of each device, a row of mode auto each",
-    )
-    parser.add_argument("--samples", type=int, default=3, help="timed steps a row (%(default)s)")
-    parser.add_argument(
-        "--warmup",
-        type=int,
-        default=6,
-        help="steps after the first, before the timed ones; the plan needs 4 (%(default)s)",
-    )
-    parser.add_argument(
-        "--host-limit-gb",
-        type=float,
-        help=f"pinned by all ranks of this host together ({HOST_GB_A_GPU:g} a rank)",
-    )
-    parser.add_argument(
-        "--timeout-s", type=float, default=120.0, help="what a message between ranks may take (%(default)s)"
-    )
-    parser.add_argument("--isolate", action="store_true", help="a launch for each row with --tiny, too")
-    parser.add_argument(
-        "--one-launch",
-        action="store_true",
-        help="one launch for all rows but the links, and another behind a row that fails; --budget-s is "
-        "looked at before a launch only",
-    )
+    parser = parser_of(__doc__, row_timeout_s=300.0, kind=RaisingParser)
+    options = f"""
+    --ranks int  processes, one a GPU (all GPUs; 2 with --tiny)
+    --schedules text={",".join(SCHEDULE_NAMES)}  comma-separated, the most important first
+    --rows text=nothing,ours,attention  of {", ".join(KINDS[1:-1])}
+    --verify  compare every gradient with those without offload, on a smaller model
+    --layers int  of one rank; derived from the GPU's memory if not given
+    --sequence int  tokens of a sequence, one a microbatch (8192)
+    --microbatches int  a step (twice the ranks)
+    --optimizer-bytes int=12  held for each parameter, allocated and not stepped
+    --saved-limit-gb text  comma-separated GB of 1e9 of saved tensors on each device, a row each (a half and
+        a quarter of 1f1b's)
+    --device-total-gb text  comma-separated GB of 1e9 of all active bytes of each device, a row of mode auto
+        each
+    --samples int=3  timed steps a row
+    --warmup int=6  steps after the first, before the timed ones; the plan needs 4
+    --host-limit-gb float  pinned by all ranks of this host together ({HOST_GB_A_GPU:g} a rank)
+    --timeout-s float=120  what a message between ranks may take
+    --isolate  a launch for each row with --tiny, too
+    --one-launch  one launch for all rows but the links, and another behind a row that fails; --budget-s is
+        looked at before a launch only
+    """
+    add_options(parser, options)
     args = parser.parse_args(arguments)
     if args.child is not None:
         return args
@@ -173,7 +134,9 @@ def request_of(args: argparse.Namespace) -> Request:
             args.row_list,
             limits,
             verify=args.verify,
-            totals_bytes=[round(float(text) * GB) for text in args.device_total_gb.split(",") if text],
+            totals_bytes=[
+                round(float(text) * GB) for text in (args.device_total_gb or "").split(",") if text
+            ],
         ),
         shape=shape,
         device="cpu" if args.tiny else "cuda",

@@ -25,6 +25,7 @@ from typing import Any
 
 from bench import child, micro, report
 from bench.child import DEFAULT_ROWS, LIMITED_ROWS, ROWS, RowRequest
+from bench.options import add_options
 from bench.rows import RowOptions
 from bench.run import Run, check_names, hardware, main_of, parser_of
 
@@ -42,46 +43,25 @@ _LIMIT_MEANS = {"W1": "saved", "W2": "total", "W3": "saved", "W5": "saved", "WV"
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__, row_timeout_s=300.0)
-    parser.add_argument(
-        "--workload", choices=[*DEFAULT_ROWS, "all"], default="all", help='"all" is W1 and W2'
-    )
-    parser.add_argument(
-        "--rows", help=f"comma-separated, of {', '.join(ROWS)}; nothing is always run first, for the ratios"
-    )
-    parser.add_argument(
-        "--device-limit-gb",
-        help=(
-            f"comma-separated GB of 1e9 for {' and '.join(LIMITED_ROWS)}, a row each; 0 is no "
-            "limit (W1: 3; W2: 50,40,32,22; W5: 0; WV: 24)"
-        ),
-    )
-    parser.add_argument(
-        "--limit-means",
-        choices=["auto", "saved", "total"],
-        default="auto",
-        help="saved: saved tensors on the device. total: all active bytes; the engine is "
-        "given the total less what is measured as resident "
-        "(weights, gradients, inputs) less 2 GB for a backward's own tensors. auto: total on W2 and WV, "
-        "saved elsewhere",
-    )
-    parser.add_argument(
-        "--host-limit-gb",
-        type=float,
-        default=110.0,
-        help="pinned bytes that a row may need at most (%(default)s)",
-    )
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--sequence", help="tokens; comma-separated: the rows again at each length")
-    parser.add_argument(
-        "--without-nothing", action="store_true", help="leave out the row nothing, and ratios to it"
-    )
-    parser.add_argument("--samples", type=int, help="timed steps a row (W1 10, the others 5)")
-    parser.add_argument("--warmup", type=int, help="steps between the first and the timed ones")
-    parser.add_argument("--no-gradients", action="store_true", help="leave out the comparison of gradients")
-    parser.add_argument(
-        "--micro", action="store_true", help="host cost a saved tensor instead of the workloads"
-    )
-    parser.add_argument("--live", default=LIVE, help="live tensors for --micro (%(default)s)")
+    options = f"""
+    --workload {"|".join((*DEFAULT_ROWS, "all"))}=all  "all" is W1 and W2
+    --rows text  comma-separated, of {", ".join(ROWS)}; nothing is always run first, for the ratios
+    --device-limit-gb text  comma-separated GB of 1e9 for {" and ".join(LIMITED_ROWS)}, a row each; 0 is no
+        limit (W1: 3; W2: 50,40,32,22; W5: 0; WV: 24)
+    --limit-means auto|saved|total=auto  saved: saved tensors on the device. total: all active bytes; the
+        engine is given the total less what is measured as resident (weights, gradients, inputs) less 2 GB
+        for a backward's own tensors. auto: total on W2 and WV, saved elsewhere
+    --host-limit-gb float=110  pinned bytes that a row may need at most
+    --layers int  of the stack
+    --sequence text  tokens; comma-separated: the rows again at each length
+    --without-nothing  leave out the row nothing, and ratios to it
+    --samples int  timed steps a row (W1 10, the others 5)
+    --warmup int  steps between the first and the timed ones
+    --no-gradients  leave out the comparison of gradients
+    --micro  host cost a saved tensor instead of the workloads
+    --live text={LIVE}  live tensors for --micro
+    """
+    add_options(parser, options)
     parsed = parser.parse_args(arguments)
     check_names(parser, (parsed.rows or "").split(","), ROWS, "rows")
     return parsed

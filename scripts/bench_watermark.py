@@ -8,13 +8,13 @@ GPU.
                                                             device, for its own sake
 
 enough: the stack of W1 with a mark that is never reached, and without again: what a ratio is worth. By turns.
-short: the same with a mark of 36 GB (--high-gb), and what each part of the forecast adds. fifth: with a mark
+short: the same with a mark of 36 GB, and what each part of the forecast adds. fifth: with a mark
 below which a fifth of the activations has to go.
 recomputed: every layer is checkpointed, and half of what the checkpoints keep has to go.
 lengths: a stack of half the layers and half the sequence, with sequences that vary by two, the mark at the
 median's peak, in a device with 15% more than that. 500 steps a row take 200 s by themselves.
-diffusion: convolutions, attention and skip connections in a device of --device-gb, in which the batch does
-not fit: at 128 it saves 30 GB.
+diffusion: convolutions, attention and skip connections in a device of 24 GB, in which the batch of 128, which
+saves 30 GB, does not fit.
 
 One invariant: a row is printed beside the row of the same run that it is judged by. moved, stall and latched
 are of a timed step, on average.
@@ -34,6 +34,7 @@ if __name__ == "__main__" and "PYTORCH_ALLOC_CONF" not in os.environ:
 
 import torch
 
+from bench.options import add_options
 from bench.run import Run, check_names, hardware, main_of, parser_of
 from bench.table import cells_line, ruled
 from bench.watermark_work import (
@@ -51,6 +52,8 @@ from bench.workload import StackShape
 
 WORKLOADS = ("enough", "short", "fifth", "recomputed", "lengths", "diffusion")
 NOTHING = RowSpec(name="nothing")
+HIGH_GB, DEVICE_GB = 36.0, 24.0
+"""The mark of `short`, and the device of `diffusion`."""
 _TURNS = 4
 """Of the rows of `enough`, one after the other: the GPU's clock changes by more than they differ."""
 RECOMPUTED = RowSpec(name="every layer recomputed", checkpoints=True)
@@ -58,15 +61,12 @@ RECOMPUTED = RowSpec(name="every layer recomputed", checkpoints=True)
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="(%(default)s)")
-    parser.add_argument("--layers", type=int, default=12, help="of the stack (%(default)s)")
-    parser.add_argument("--sequence", type=int, default=16384, help="of the stack (%(default)s)")
-    parser.add_argument("--high-gb", type=float, default=36.0, help="the mark of `short` (%(default)s)")
-    parser.add_argument("--samples", type=int, default=5, help="timed steps a row (%(default)s)")
-    parser.add_argument("--steps", type=int, default=40, help="timed steps of `lengths` (%(default)s)")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them (%(default)s)")
-    parser.add_argument("--batch", type=int, default=128, help="of the diffusion-like model (%(default)s)")
-    parser.add_argument("--device-gb", type=float, default=24.0, help="its device (%(default)s)")
+    options = f"""
+    --workloads text={",".join(WORKLOADS)}  of them
+    --samples int=5  timed steps a row
+    --steps int=40  timed steps of `lengths`
+    """
+    add_options(parser, options)
     parsed = parser.parse_args(arguments)
     check_names(parser, parsed.workloads.split(","), WORKLOADS)
     return parsed
@@ -76,9 +76,9 @@ class Bench:
     """The workloads of one run, and what their rows have shown."""
 
     def __init__(self, run: Run) -> None:
-        self.options = options = run.args
+        self.options = run.args
         self.record, self.write = run.record, run.write
-        self.sim = options.tiny
+        self.sim = run.args.tiny
         self.device = torch.device("cpu" if self.sim else "cuda")
         self.dtype = torch.float32 if self.sim else torch.bfloat16
         self.results: dict[str, list[RowResult]] = {}
@@ -87,7 +87,7 @@ class Bench:
                 layers=2, sequence=256, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16
             )
         else:
-            self.shape = StackShape(layers=options.layers, sequence=options.sequence)
+            self.shape = StackShape(layers=12, sequence=16384)
 
     def run(self) -> None:
         for name in self.options.workloads.split(","):
@@ -113,7 +113,7 @@ class Bench:
     def short(self, name: str) -> None:
         work = self._stack()
         nothing = self._row(name, NOTHING, work)
-        high = int(self.options.high_gb * GB) if not self.sim else self._high(nothing, 0.2)
+        high = int(HIGH_GB * GB) if not self.sim else self._high(nothing, 0.2)
         self._ablation(name, work, nothing, high)
 
     def fifth(self, name: str) -> None:
@@ -153,13 +153,11 @@ class Bench:
         self._device_of(None)
 
     def diffusion(self, name: str) -> None:
-        self._device_of(self.options.device_gb * GB)
-        work = denoiser_work(
-            self.device, self.dtype, tiny=self.sim, batch=2 if self.sim else self.options.batch
-        )
+        self._device_of(DEVICE_GB * GB)
+        work = denoiser_work(self.device, self.dtype, tiny=self.sim, batch=2 if self.sim else 128)
         self._row(name, NOTHING, work)
         recomputed = self._row(name, RowSpec(name="every stage recomputed", checkpoints=True), work)
-        high = 100_000 if self.sim else int(0.85 * self.options.device_gb * GB)
+        high = 100_000 if self.sim else int(0.85 * DEVICE_GB * GB)
         for order in ("reactive", "forecast"):
             slabs = ((256, 16), (512, 24), (1536, 4))
             spec = RowSpec(name=f"watermark, {order}", order=order, high_bytes=high, slabs=slabs)
@@ -212,7 +210,7 @@ class Bench:
     ) -> RowResult:
         samples = 2 if self.sim else self.options.samples
         if warmup is None:
-            warmup = 1 if self.sim else self.options.warmup
+            warmup = 1 if self.sim else 3
         return run_row(spec, work, steps=steps or samples, warmup=warmup, sim=self.sim)
 
     def _show(self, name: str, spec: RowSpec, result: RowResult, *, beside: RowResult | None) -> None:

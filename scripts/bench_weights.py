@@ -23,6 +23,7 @@ import importlib
 import sys
 from typing import Any
 
+from bench.options import add_options
 from bench.run import Run, hardware, main_of, outcome, parser_of
 from bench.table import reason_line, ruled
 from bench.weights import HEADER, Shape, line
@@ -34,14 +35,15 @@ DEFAULTS of options, where they are others."""
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__, row_timeout_s=1800.0)
-    parser.add_argument("--work", choices=WORKS, default="lora", help="(%(default)s)")
-    parser.add_argument("--rows", help="(all of the work's own, no peers)")
-    parser.add_argument("--tokens", type=int, default=4096, help="of one sequence (%(default)s)")
-    parser.add_argument("--layers", type=int, default=Shape.layers, help="(%(default)s)")
-    parser.add_argument("--samples", type=int, default=10, help="timed steps a row (%(default)s)")
-    parser.add_argument("--warmup", type=int, default=6, help="steps before them (%(default)s)")
-    parser.add_argument("--zipf", type=float, default=1.0, help="exponent of --work experts (%(default)s)")
-    parser.add_argument("--inside", action="store_true", help="of lora, int8: checkpoints inside blocks")
+    options = f"""
+    --work {"|".join(WORKS)}=lora  what is on the host
+    --rows text  (all of the work's own, no peers)
+    --tokens int=4096  of one sequence
+    --layers int={Shape.layers}  of the model
+    --samples int=10  timed steps a row
+    --warmup int=6  steps before them
+    """
+    add_options(parser, options)
     parser.set_defaults(**getattr(_work(parser.parse_known_args(arguments)[0]), "DEFAULTS", {}))
     parsed = parser.parse_args(arguments)
     if parsed.tiny:

@@ -143,10 +143,6 @@ def run_steps(
             if reporter is not None:
                 reporter.clear_for_table()
             print_offload_summary_table(job.manager.step_offload_bytes, process_group=rank.everyone)
-        if options.eval_every and (step + 1) % options.eval_every == 0:
-            losses = job.gathered(job.evaluate())
-            if reporter is not None:
-                reporter.evaluation(run[0], step, losses)
     if reporter is not None:
         reporter.end()
     return checks

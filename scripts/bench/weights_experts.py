@@ -35,16 +35,16 @@ HEADER = (
 
 
 class ZipfGate(nn.Module):
-    """Of each token the top_k, drawn without replacement in proportion to 1 / rank ** exponent. drawn: the
+    """Of each token the top_k, drawn without replacement in proportion to 1 / rank. drawn: the
     step."""
 
-    def __init__(self, layer: int, experts: int, exponent: float, device: torch.device) -> None:
+    def __init__(self, layer: int, experts: int, device: torch.device) -> None:
         super().__init__()
         self.layer, self.drawn = layer, 0
         ranks = (
             torch.randperm(experts, generator=torch.Generator(device).manual_seed(layer), device=device) + 1
         )
-        self.logits = -exponent * ranks.log()
+        self.logits = -ranks.log()
 
     def forward(self, x: Tensor) -> Tensor:
         generator = torch.Generator(x.device).manual_seed(self.drawn * 1_009 + self.layer)
@@ -54,11 +54,11 @@ class ZipfGate(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, config: moe.MixtureConfig, layers: int, exponent: float, device: torch.device) -> None:
+    def __init__(self, config: moe.MixtureConfig, layers: int, device: torch.device) -> None:
         super().__init__()
         self.layers = nn.ModuleList(moe.DecoderLayer(config) for _ in range(layers)).requires_grad_(False)
         for index, layer in enumerate(self.layers):
-            layer.mixture.router.gate = ZipfGate(index, config.experts, exponent, device)
+            layer.mixture.router.gate = ZipfGate(index, config.experts, device)
             for name, module in [*layer.attn.named_children()]:
                 if isinstance(module, nn.Linear):
                     adapted = LoraLinear(module.in_features, module.out_features, 16)
@@ -84,7 +84,7 @@ def run_row(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     rate = link_gb_s(device)
     with torch.device(device):  # 3.2 G elements are drawn there; a CPU takes half a minute for them
-        model = Model(config, LAYERS, options.zipf, device).to(dtype)
+        model = Model(config, LAYERS, device).to(dtype)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     handle = _offloaded(model, options.row)

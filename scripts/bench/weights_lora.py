@@ -67,7 +67,7 @@ def run_row(options: argparse.Namespace, quantize: str | None = None) -> dict[st
     shape, tokens = (TINY, 8) if options.tiny else (Shape(layers=options.layers), options.tokens)
     torch.manual_seed(0)
     rate = link_gb_s(device)
-    inside = options.inside or options.row.startswith("trainstream")  # its better place, weights.py
+    inside = options.row.startswith("trainstream")  # its better place, weights.py
     model = Model(shape, inside=inside, device=device, dtype=dtype)
     handle = None
     peer, _, argument = options.row.partition(":")

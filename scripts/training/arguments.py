@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import NoReturn
 
 import moe
+from bench.options import RaisingParser, add_options
 from offload.telemetry.drawing import require_matplotlib
 from parallel.schedules import SCHEDULES
 from parallel.transformer import GROUP_NAMES
@@ -30,20 +30,12 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("layers", "dim", "heads", "kv_heads", "ffn", "sequence"), (1, MOST)),
     **dict.fromkeys(("steps", "batch", "microbatches", "virtual_stages"), (1, MOST)),
     **dict.fromkeys(("experts", "top_k", "expert_parallel"), (1, MOST)),
-    "eval_every": (0, MOST),
     "check_end": (0, MOST),
     "seed": (0, 2**32 - 1),  # a batch is drawn from (seed << 32) + step, which torch takes as 64 bits
     "device_limit_mib": (1, MOST),
     "min_offloaded_tensor_size": (0, 2**63 - 1),
     "timeout": (1, 1e6),  # seconds; torch counts nanoseconds in 64 bits
 }
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises instead of printing its usage, so that several ranks say one line together."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (--help lists the options)")
 
 
 def read_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -164,197 +156,87 @@ def _check_writable(option: str, path: Path, data: list[Path], begins: bytes, wh
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = RaisingParser(
         prog="train.py",
-        description=(
-            "Train a small GPT on text, byte by byte, over pipeline ranks; its saved "
-            "activations travel to host memory and back."
-        ),
-        epilog=(
-            "Start several ranks with torchrun: torchrun --nproc-per-node 2 scripts/train.py "
-            "--preset tiny --steps 20. MiB is 1,048,576 bytes. MB and GB are 10**6 and 10**9, here and in "
-            "the engine's table, report and warnings."
-        ),
+        description="Train a small GPT on text, byte by byte, over pipeline ranks; its saved activations "
+        "travel to host memory and back.",
+        epilog="Start several ranks with torchrun: torchrun --nproc-per-node 2 scripts/train.py --preset "
+        "tiny --steps 20. MiB is 1,048,576 bytes. MB and GB are 10**6 and 10**9, here and in the engine's "
+        "table, report and warnings.",
     )
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--preset", choices=sorted(PRESETS), default="tiny", help="sizes below, unless given (default: tiny)"
-    )
-    for name, meaning in (
-        ("layers", "transformer layers"),
-        ("dim", "width of the residual stream"),
-        ("heads", "query heads"),
-        ("kv-heads", "key and value heads"),
-        ("ffn", "width inside the MLP, or inside an expert"),
-        ("sequence", "tokens of a sequence"),
-        ("experts", "of a mixture: experts of a layer"),
-        ("top-k", "of a mixture: experts that each token goes to"),
-    ):
-        _count(model, name, meaning)
-    model.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="float32",
-        help="of parameters and activations (default: float32)",
-    )
-
-    training = parser.add_argument_group("training")
-    training.add_argument(
-        "--data",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="text to learn (default: Python's own standard library)",
-    )
-    _count(training, "steps", "default: 20", default=20)
-    _count(training, "batch", "sequences a microbatch")
-    _count(training, "microbatches", "microbatches a step")
-    training.add_argument("--lr", type=float, help="learning rate of AdamW")
-    training.add_argument("--seed", type=int, default=0, help="of parameters and batches (default: 0)")
-    _count(training, "eval-every", "loss on held-out text every N steps (default: never)", default=0)
-
-    pipeline = parser.add_argument_group("pipeline")
-    pipeline.add_argument(
-        "--schedule", default="1f1b", metavar="NAME", help=f"one of {', '.join(SCHEDULES)} (default: 1f1b)"
-    )
-    _count(pipeline, "virtual-stages", "stages a rank (default: 1, or 2 where the schedule interleaves)")
-    shared = "of a mixture: ranks that have the same stages and share their experts (default: 1)"
-    _count(pipeline, "expert-parallel", shared)
-    pipeline.add_argument(
-        "--device",
-        choices=["auto", "cuda", "cpu"],
-        default="auto",
-        help="auto takes GPUs where there are any",
-    )
-    pipeline.add_argument(
-        "--timeout",
-        type=float,
-        default=300.0,
-        metavar="S",
-        help="seconds to wait for another rank (default: 300)",
-    )
-
-    offload = parser.add_argument_group("offload")
-    offload.add_argument(
-        "--offload",
-        choices=["groups", "auto", "watermark"],
-        default="groups",
-        help=(
-            "groups: what marks name; auto: each block is kept, moved or recomputed, within "
-            "--device-total-gb; watermark: what has to leave, above --high-gb (default: groups)"
-        ),
-    )
-    offload.add_argument(
-        "--device-total-gb",
-        type=float,
-        metavar="GB",
-        help="active device memory of a step's forwards and backwards, weights and gradients included "
-        "(default: what makes a step at most a hundredth longer)",
-    )
-    offload.add_argument(
-        "--high-gb", type=float, metavar="GB", help="allocated device memory at which tensors begin to leave"
-    )
-    offload.add_argument(
-        "--low-gb", type=float, metavar="GB", help="below which they stop (default: 15/16 of --high-gb)"
-    )
-    offload.add_argument(
-        "--offload-modules",
-        default="all",
-        metavar="A,B",
-        help=f"all, none, or some of {', '.join(GROUP_NAMES)}; of a mixture: {', '.join(moe.GROUP_NAMES)} "
-        "(default: all)",
-    )
-    offload.add_argument(
-        "--experts-mode",
-        choices=["save_on_cpu", "checkpoint", "both"],
-        help="of a mixture: what the experts save leaves, or is recomputed, or is recomputed from inputs "
-        "that leave",
-    )
-    offload.add_argument(
-        "--input-kept",
-        choices=["permuted", "unpermuted"],
-        help="of a mixture: the experts' input once for each expert of a token, or once (default: "
-        "once, where one rank has all experts)",
-    )
-    _count(offload, "min-offloaded-tensor-size", "elements; smaller saved tensors stay")
-    offload.add_argument(
-        "--offload-fraction",
-        type=float,
-        default=1.0,
-        metavar="F",
-        help="share of the groups that leaves, 0 to 1 (default: 1)",
-    )
-    offload.add_argument(
-        "--device-limit-mib",
-        "--device-limit-mb",
-        dest="device_limit_mib",
-        type=int,
-        metavar="MIB",
-        help="saved activations on the device at once, in MiB of 1,048,576 bytes; --device-limit-mb is an "
-        "older name of it",
-    )
-
-    offload.add_argument(
-        "--weights",
-        type=_host_or_gb,
-        metavar="GB",
-        help="so much of a rank's weights stays or passes on the device, and all of its blocks' wait on the "
-        "host; host: two blocks of each stage are on the device (default: all stay)",
-    )
-    offload.add_argument(
-        "--optimizer-offload-fraction",
-        type=_fraction_or_auto,
-        metavar="F",
-        help=(
-            "share of the optimizer's state on the host, 0 to 1; auto: what finds no room on "
-            "the device (default: all stays)"
-        ),
-    )
-
-    proof = parser.add_argument_group("proof")
-    proof.add_argument(
-        "--verify",
-        action="store_true",
-        help="compare every step's gradients with those without offload, bit for bit",
-    )
-    proof.add_argument(
-        "--compare",
-        type=int,
-        nargs="?",
-        const=3,
-        default=0,
-        metavar="N",
-        help=(
-            "run the steps once without offload and once with it, for memory, and N - 1 times with each "
-            "step made both ways, one after the other, for time; show both arms side by side (3 where N is "
-            "left out)"
-        ),
-    )
-    _count(
-        proof,
-        "check-end",
-        (
-            "make the last step's forward and backward N times more without offload and N times with it, by "
-            "turns: compare all gradients bit for bit, and show the ratio of the times (default: 0)"
-        ),
-        default=0,
-    )
-    proof.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE.png",
-        help=(
-            "draw rank 0's last step: memory with and without offload, and what its lanes did; needs the "
-            "extra `plot`"
-        ),
-    )
-    proof.add_argument("--telemetry", type=Path, metavar="FILE", help="write one line of JSON a step")
+    for title, options in _OPTIONS.items():
+        group = parser.add_argument_group(title)
+        add_options(group, options, host_or_gb=_host_or_gb, fraction_or_auto=_fraction_or_auto)
+        if title == "training":
+            learned = "text to learn (default: Python's own standard library)"
+            group.add_argument("--data", type=Path, nargs="+", default=[], metavar="FILE", help=learned)
+        if title == "proof":
+            pairs = (
+                "run the steps once without offload and once with it, for memory, and N - 1 times with each "
+            )
+            pairs += (
+                "step made both ways, one after the other, for time; show both arms side by side (3 where N "
+            )
+            pairs += "is left out)"
+            group.add_argument("--compare", type=int, nargs="?", const=3, default=0, metavar="N", help=pairs)
     return parser
 
 
-def _count(group: argparse._ArgumentGroup, name: str, meaning: str, default: int | None = None) -> None:
-    group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=meaning)
+_OPTIONS = {
+    "model": f"""
+        --preset {"|".join(sorted(PRESETS))}=tiny  sizes below, unless given
+        --layers int  transformer layers
+        --dim int  width of the residual stream
+        --heads int  query heads
+        --kv-heads int  key and value heads
+        --ffn int  width inside the MLP, or inside an expert
+        --sequence int  tokens of a sequence
+        --experts int  of a mixture: experts of a layer
+        --top-k int  of a mixture: experts that each token goes to
+        --dtype {"|".join(DTYPES)}=float32  of parameters and activations
+        """,
+    "training": """
+        --steps int=20  of the optimizer
+        --batch int  sequences a microbatch
+        --microbatches int  microbatches a step
+        --lr float  learning rate of AdamW
+        --seed int=0  of parameters and batches
+        """,
+    "pipeline": f"""
+        --schedule text=1f1b  one of {", ".join(SCHEDULES)}
+        --virtual-stages int  stages a rank (default: 1, or 2 where the schedule interleaves)
+        --expert-parallel int  of a mixture: ranks that have the same stages and share their experts
+            (default: 1)
+        --device auto|cuda|cpu=auto  auto takes GPUs where there are any
+        --timeout float=300  seconds to wait for another rank
+        """,
+    "offload": f"""
+        --offload groups|auto|watermark=groups  groups: what marks name; auto: each block is kept, moved or
+            recomputed, within --device-total-gb; watermark: what has to leave, above --high-gb
+        --device-total-gb float  active device memory of a step's forwards and backwards, weights and
+            gradients included (default: what makes a step at most a hundredth longer)
+        --high-gb float  allocated device memory at which tensors begin to leave
+        --low-gb float  below which they stop (default: 15/16 of --high-gb)
+        --offload-modules text=all  all, none, or some of {", ".join(GROUP_NAMES)}; of a mixture:
+            {", ".join(moe.GROUP_NAMES)}
+        --experts-mode save_on_cpu|checkpoint|both  of a mixture: what the experts save leaves, or is
+            recomputed, or is recomputed from inputs that leave
+        --min-offloaded-tensor-size int  elements; smaller saved tensors stay
+        --device-limit-mib int  saved activations on the device at once, in MiB of 1,048,576 bytes
+        --weights host_or_gb  so much of a rank's weights stays or passes on the device, and all of its
+            blocks' wait on the host; host: two blocks of each stage are on the device (default: all stay)
+        --optimizer-offload-fraction fraction_or_auto  share of the optimizer's state on the host, 0 to 1;
+            auto: what finds no room on the device (default: all stays)
+        """,
+    "proof": """
+        --verify  compare every step's gradients with those without offload, bit for bit
+        --check-end int=0  make the last step's forward and backward N times more without offload and N
+            times with it, by turns: compare all gradients bit for bit, and show the ratio of the times
+        --plot path  draw rank 0's last step: memory with and without offload, and what its lanes did; needs
+            the extra `plot`
+        --telemetry path  write one line of JSON a step
+        """,
+}
 
 
 def _host_or_gb(text: str) -> str:

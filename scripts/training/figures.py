@@ -54,7 +54,6 @@ class Arm:
     run: int = 0
     """Which run of this arm, where a comparison makes several. 0 is made alone."""
     steps: list[list[RankFigures]] = field(default_factory=list)
-    evaluations: list[tuple[int, float]] = field(default_factory=list)
 
     def loss(self, step: int) -> float:
         """The loss of a step, from whichever rank has it."""
@@ -91,7 +90,7 @@ def why_nothing_left(options: Options, arm: Arm) -> str:
     saved = any(engine["saved"] for engine in last)
     return (
         f"{'all of them stayed' if saved else 'no saved tensor has that many elements'} "
-        f"(--min-offloaded-tensor-size {options.min_elements:,}, --offload-fraction {options.fraction:g})"
+        f"(--min-offloaded-tensor-size {options.min_elements:,})"
     )
 
 

@@ -91,9 +91,7 @@ class Job:
         """Pin about what the steps will lend at once, so that the first of them finds its blocks; all ranks
         measure the link together."""
         layers = max(len(module.blocks) for module in self.modules.values())
-        expected = int(
-            peak_chunks(self.actions) * layers * self.options.saved_bytes_of_layer * self.options.fraction
-        )
+        expected = int(peak_chunks(self.actions) * layers * self.options.saved_bytes_of_layer)
         reserve_host_together(self.manager, min(expected, _most_reserved(self.rank)), self.rank.everyone)
 
     def start_again(self) -> None:
@@ -151,11 +149,6 @@ class Job:
         """The engine's report of all ranks, unless it was taken before. Blocks until all ranks call."""
         if self.report is None:
             self.report = report(gather=True, process_group=self.rank.everyone)
-
-    def evaluate(self) -> float:
-        """The mean loss on held-out text; nan on ranks without the last stage."""
-        batch = self.text.held_out_batch(self._sequences, self.options.model.sequence)
-        return self._run(self.schedule.eval, self._mine(batch))
 
     def gathered(self, mine: Any) -> list[Any]:
         """What each rank gives, on rank 0; elsewhere nothing. Blocks until all have given it."""

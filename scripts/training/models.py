@@ -36,7 +36,7 @@ PRESETS: Mapping[str, TransformerConfig | moe.MixtureConfig] = {
         balance="loss",
     ),
 }
-MIXTURE_OPTIONS = ("experts", "top_k", "experts_mode", "input_kept", "expert_parallel")
+MIXTURE_OPTIONS = ("experts", "top_k", "experts_mode", "expert_parallel")
 """Options of the command line that only a mixture has."""
 _OF_EXPERTS = frozenset({"expert_fc1", "moe_act"})
 
@@ -144,7 +144,7 @@ class Mixture:
         every = frozenset(moe.GROUP_NAMES) - (_OF_EXPERTS if mode else frozenset())
         chosen = frozenset(name.strip() for name in marks.split(",") if name.strip())
         names = {"all": every, "none": frozenset[str]()}.get(marks.strip(), chosen)
-        placement = moe.Placement(offload_modules=names, experts_mode=mode, input_kept=given["input_kept"])
+        placement = moe.Placement(offload_modules=names, experts_mode=mode)
         ranks = given["expert_parallel"] or 1
         if config.experts % ranks:
             raise ValueError(

@@ -70,7 +70,6 @@ class Options:
     seed: int
     data: tuple[Path, ...]
     min_elements: int
-    fraction: float
     device_limit_bytes: int | None
     marks: tuple[int, int | None] | None
     """High and low mark in bytes, None for the low one to be derived; None without --offload watermark."""
@@ -90,7 +89,6 @@ class Options:
     """Pairs of runs of the last step that are compared; 0 compares none."""
     plot: Path | None
     telemetry: Path | None
-    eval_every: int
     timeout: float
 
     @property
@@ -117,7 +115,6 @@ class Options:
         in_flight = max(1, self.saved_bytes_of_layer) if simulated else None
         return OffloadConfig(
             min_offloaded_tensor_size=self.min_elements,
-            activation_offload_fraction=self.fraction,
             device_limit_bytes=self.device_limit_bytes,
             pp_rank=rank,
             max_spilling_bytes=in_flight,
@@ -161,7 +158,6 @@ def read_options(arguments: list[str], ranks: Ranks) -> Options:
         seed=given.seed,
         data=tuple(given.data),
         min_elements=_or(given.min_offloaded_tensor_size, recipe.min_elements),
-        fraction=given.offload_fraction,
         device_limit_bytes=None if given.device_limit_mib is None else given.device_limit_mib * MIB,
         marks=None
         if given.high_gb is None
@@ -175,7 +171,6 @@ def read_options(arguments: list[str], ranks: Ranks) -> Options:
         check_end=given.check_end,
         plot=given.plot,
         telemetry=given.telemetry,
-        eval_every=given.eval_every,
         timeout=given.timeout,
     )
     options.offload_config()  # has checks of its own

@@ -50,11 +50,6 @@ class Reporter:
             self._bar.set_postfix_str(said, refresh=False)
             self._bar.update()
 
-    def evaluation(self, arm: Arm, step: int, losses: Sequence[float]) -> None:
-        """The loss on held-out text, after this step."""
-        arm.evaluations.append((step, known(losses)))
-        self.say(f"step {step + 1}: loss {known(losses):.4f} on held-out text")
-
     def say(self, text: str) -> None:
         """A line above the bar."""
         tqdm.write(text)
@@ -118,7 +113,6 @@ def summary(
         + f"{shared} ranks share the experts; " * (shared > 1)
         + source,
         f"loss       {arm.loss(0):.3f} at first, {arm.loss(len(arm.steps) - 1):.3f} at last"
-        + "".join(f"; held out {loss:.3f} after {step + 1}" for step, loss in arm.evaluations[-1:]),
         f"speed      {arm.typical_seconds * 1e3:,.0f} ms a step, {options.tokens / arm.typical_seconds:,.0f} "
         "tokens/s",
     ]

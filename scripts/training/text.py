@@ -22,16 +22,14 @@ __all__ = ["Text", "read_text"]
 
 _MIB = 1 << 20
 _MOST_BYTES = 4 * _MIB  # enough that a short run sees nothing twice
-_HELD_OUT = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Tokens to learn from and tokens to be tested on."""
+    """Tokens to learn from."""
 
     learned: Tensor
     """int16, one dimension."""
-    held_out: Tensor
     source: str
     fingerprint: str
     """Differs if two ranks read different text."""
@@ -40,15 +38,11 @@ class Text:
         """Inputs and targets, int64 [sequences, tokens] each, drawn anew for each step."""
         return _windows(self.learned, sequences, tokens, seed=(seed << 32) + step)
 
-    def held_out_batch(self, sequences: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """The same inputs and targets every time."""
-        return _windows(self.held_out, sequences, tokens, seed=1)
-
 
 def read_text(files: Iterable[Path], *, tokens: int) -> Text:
     """Read the given files, or Python's own standard library; at most 4 MiB of it.
 
-    tokens: the length of a sequence, of which both parts must hold more than one.
+    tokens: the length of a sequence, of which the text must hold more than one.
     """
     chosen = list(files)
     source = f"{len(chosen)} file{'s' * (len(chosen) > 1)}" if chosen else "Python's standard library"
@@ -65,19 +59,12 @@ def read_text(files: Iterable[Path], *, tokens: int) -> Text:
     else:
         source = f"{source}, {nbytes / _MIB:.1f} MiB"
     joined = np.concatenate(parts) if parts else np.empty(0, dtype=np.int16)
-    held_out = max(tokens + 2, int(joined.size * _HELD_OUT))
-    if joined.size - held_out < tokens + 2:
+    if joined.size < tokens + 2:
         raise ValueError(
             f"{nbytes:,} bytes of text are too few for sequences of {tokens:,} tokens; give more, or a "
             "smaller --sequence"
         )
-    everything = torch.from_numpy(joined)
-    return Text(
-        everything[:-held_out],
-        everything[-held_out:],
-        source,
-        hashlib.sha256(joined.tobytes()).hexdigest()[:16],
-    )
+    return Text(torch.from_numpy(joined), source, hashlib.sha256(joined.tobytes()).hexdigest()[:16])
 
 
 def _windows(text: Tensor, sequences: int, tokens: int, *, seed: int) -> tuple[Tensor, Tensor]:

@@ -157,14 +157,11 @@ def test_within_a_total_stages_of_one_layer_train_with_every_gradient_verified()
 
 def test_two_ranks_train_with_every_gradient_verified(tmp_path: Path) -> None:
     telemetry = tmp_path / "steps.jsonl"
-    code, output, errors = run(
-        ["--steps", "3", "--verify", "--eval-every", "2", "--telemetry", str(telemetry), *SMALL], ranks=2
-    )
+    code, output, errors = run(["--steps", "3", "--verify", "--telemetry", str(telemetry), *SMALL], ranks=2)
     assert code == 0, errors
     assert "Activation Offload Summary (MB)" in output
     assert "Rank 1" in output
     assert "every gradient of all 3 steps is bit for bit what it is without offload" in output
-    assert "held out" in output
     steps = lines_of(telemetry)
     assert [step["step"] for step in steps] == [0, 1, 2]
     assert steps[-1]["loss"] < steps[0]["loss"]

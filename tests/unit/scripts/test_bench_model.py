@@ -38,10 +38,11 @@ def test_each_row_trains_the_same_model_and_its_gradients_are_compared(tmp_path:
 
 
 def test_auto_stands_beside_the_rule_within_the_same_total(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "rows.json"
-    rows = ["--models", "readme", "--rows", "rule,auto", "--totals", "0.8"]
+    monkeypatch.setitem(FAMILIES, "readme", replace(FAMILIES["readme"], totals=(0.8,), shares=True))
+    rows = ["--models", "readme", "--rows", "rule,auto", "--total-number", "1"]
     assert bench_model.main(["--tiny", *rows, "--samples", "1", "--out", str(out)]) == 0
     plain, rule, auto = results(out).values()
     assert [plain["label"], rule["row"], auto["row"]] == ["plain", "rule", "auto"]
@@ -139,9 +140,7 @@ def test_blocks_are_the_repeated_layers_and_not_what_is_inside_of_them() -> None
         (["--rows", "auto,peft"], "unknown rows peft; known are plain, gc, every_second,"),
         (["--models", "six,bloom"], "unknown models bloom; known are llama8b, llama, config, gpt2,"),
         (["--device-total-gb", "12,x"], "--device-total-gb is '12,x'; must be numbers above 0, as 12,14.5"),
-        (["--totals=-3"], "--totals is '-3'; must be numbers above 0"),
-        (["--totals", "0.5", "--device-total-gb", "9"], "both give the totals; give one of them"),
-        (["--total-number", "1", "--totals", "0.5"], "leave it out where totals are given"),
+        (["--total-number", "1", "--device-total-gb", "5"], "leave it out where totals are given"),
         (["--models", "config"], "the model config needs --config FILE"),
         (["--config", "missing.json"], "--config missing.json is no file; give the config.json of a model"),
         (["--samples", "0"], "--samples is 0; it must be at least 1"),
