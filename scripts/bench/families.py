@@ -1,5 +1,5 @@
-"""The models of scripts/bench_model.py: each as its library builds it, with random weights and nothing
-downloaded, one batch size, one loss, and the totals that it is tried within.
+"""The models of scripts/bench_model.py (those of transformers: families.toml): each as its library builds it,
+with random weights and nothing downloaded, one batch size, one loss, and the totals that it is tried within.
 
 `SIX` are models on which mode "auto" was first compared with torch's checkpoint, `OWN` others that differ
 from them in kind: encoder with decoder, convolutions in stages, sliding windows, dropout, audio, and one so
@@ -10,9 +10,11 @@ small that launching its kernels takes longer than they do. No plan is tuned to 
 from __future__ import annotations
 
 import copy
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,14 +99,16 @@ def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _transformer(
-    config_class: str, model_class: str, make_loss: Callable[[Any, Setting], Loss], **config: Any
+    config_class: str,
+    model_class: str,
+    make_loss: Callable[[Any, Setting], Loss],
+    config: Mapping[str, Any],
+    attention: str | None,
 ) -> Callable[[Setting], Made]:
-    """A model of transformers in bfloat16. attention, in `config`: its implementation; without it, the
-    library's choice."""
+    """A model of transformers in bfloat16. attention: its implementation; None for the library's choice."""
 
     def make(setting: Setting) -> Made:
         transformers, sizes = imported("transformers"), shrunk(config) if setting.tiny else dict(config)
-        attention = sizes.pop("attention", None)
         built = getattr(transformers, config_class)(**sizes)
         if attention is not None:
             built._attn_implementation = attention
@@ -251,189 +255,29 @@ def _causal(setting: Setting) -> Made:
     return model, lambda number: _of_labels(model, tokens)
 
 
-SIX = {
-    "gpt2": Family(
-        totals=(14, 24),
-        make=_transformer(
-            "GPT2Config",
-            "GPT2LMHeadModel",
-            _text(_of_states, 16, 1024),
-            attention="sdpa",
-            n_embd=1600,
-            n_layer=24,
-            n_head=25,
-            n_positions=2048,
-            use_cache=False,
-            resid_pdrop=0.1,
-            attn_pdrop=0.0,
-            embd_pdrop=0.1,
-        ),
-    ),
-    "whisper": Family(
-        totals=(9.8, 13),
-        make=_transformer(
-            "WhisperConfig",
-            "WhisperForConditionalGeneration",
-            _whisper_loss,
-            attention="sdpa",
-            d_model=1280,
-            encoder_layers=24,
-            decoder_layers=8,
-            encoder_attention_heads=20,
-            decoder_attention_heads=20,
-            encoder_ffn_dim=5120,
-            decoder_ffn_dim=5120,
-            max_source_positions=1500,
-            use_cache=False,
-        ),
-    ),
-    "gemma3": Family(
-        totals=(19.8, 26),
-        make=_transformer(
-            "Gemma3TextConfig",
-            "Gemma3ForCausalLM",
-            _text(_of_last_logits, 2, 4096),
-            attention="sdpa",
-            hidden_size=2560,
-            intermediate_size=10240,
-            num_hidden_layers=16,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=256,
-            vocab_size=32000,
-            sliding_window=1024,
-            max_position_embeddings=32768,
-            use_cache=False,
-        ),
-    ),
-    "modernbert": Family(
-        totals=(9.8, 14),
-        make=_transformer(
-            "ModernBertConfig",
-            "ModernBertForMaskedLM",
-            _text(_of_last_logits, 16, 1024),
-            attention="sdpa",
-            hidden_size=1024,
-            intermediate_size=2624,
-            num_hidden_layers=28,
-            num_attention_heads=16,
-            reference_compile=False,
-        ),
-    ),
-    "vit": Family(totals=(14, 22), make=_images(_vit, batch=192, side=224)),
-    "qwen3_moe": Family(
-        totals=(20, 25),
-        make=_transformer(
-            "Qwen3MoeConfig",
-            "Qwen3MoeForCausalLM",
-            _text(_of_states, 1, 16384),
-            attention="sdpa",
-            num_experts=16,
-            num_experts_per_tok=4,
-            moe_intermediate_size=1536,
-            head_dim=128,
-            norm_topk_prob=True,
-            hidden_size=2048,
-            intermediate_size=14336,
-            num_hidden_layers=8,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            vocab_size=32000,
-            max_position_embeddings=65536,
-            use_cache=False,
-        ),
-    ),
+_LOSSES: dict[str, Callable[..., Any]] = {
+    "states": _of_states,
+    "labels": _of_labels,
+    "half_the_labels": _of_half_the_labels,
+    "last_logits": _of_last_logits,
 }
 
-OWN = {
-    "mistral": Family(  # sliding windows and grouped queries, head and cross entropy over all tokens
-        totals=(0.5, 0.7),
-        shares=True,
-        make=_transformer(
-            "MistralConfig",
-            "MistralForCausalLM",
-            _text(_of_labels, 3, 4096),
-            hidden_size=2048,
-            intermediate_size=7168,
-            num_hidden_layers=16,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            vocab_size=32000,
-            sliding_window=1024,
-            use_cache=False,
-        ),
-    ),
-    "t5": Family(  # encoder and decoder; later blocks use the first one's position bias; dropout
-        totals=(0.4, 0.6),
-        shares=True,
-        make=_transformer(
-            "T5Config",
-            "T5ForConditionalGeneration",
-            _text(_of_half_the_labels, 16, 512),
-            d_model=1024,
-            d_kv=64,
-            d_ff=2816,
-            num_layers=24,
-            num_decoder_layers=24,
-            num_heads=16,
-            vocab_size=32128,
-            feed_forward_proj="gated-gelu",
-            decoder_start_token_id=0,
-            use_cache=False,
-        ),
-    ),
-    "bert": Family(  # post-norm, dropout, a head over all tokens
-        totals=(0.45, 0.65),
-        shares=True,
-        make=_transformer(
-            "BertConfig",
-            "BertForMaskedLM",
-            _text(_of_labels, 64, 512),
-            hidden_size=1024,
-            intermediate_size=4096,
-            num_hidden_layers=24,
-            num_attention_heads=16,
-            vocab_size=30522,
-            use_cache=False,
-        ),
-    ),
-    "neox": Family(  # attention and feed-forward side by side; weights and state are a third of a step
-        totals=(0.6, 0.75),
-        shares=True,
-        make=_transformer(
-            "GPTNeoXConfig",
-            "GPTNeoXForCausalLM",
-            _text(_of_labels, 12, 1024),
-            hidden_size=2048,
-            intermediate_size=8192,
-            num_hidden_layers=24,
-            num_attention_heads=16,
-            vocab_size=50304,
-            use_cache=False,
-        ),
-    ),
-    "wav2vec2": Family(  # seven convolutions over sound, of falling size, then 24 layers; CTC
-        totals=(0.45, 0.65),
-        shares=True,
-        make=_transformer(
-            "Wav2Vec2Config",
-            "Wav2Vec2ForCTC",
-            _wav2vec2_loss,
-            hidden_size=1024,
-            intermediate_size=4096,
-            num_hidden_layers=24,
-            num_attention_heads=16,
-            conv_dim=(512,) * 7,
-            num_conv_pos_embeddings=128,
-            num_conv_pos_embedding_groups=16,
-            feat_extract_norm="layer",
-            conv_bias=True,
-            do_stable_layer_norm=True,
-            apply_spec_augment=False,
-            layerdrop=0.0,
-            ctc_loss_reduction="mean",
-        ),
-    ),
+
+def _of_file(name: str) -> Family:
+    """A model of families.toml."""
+    found = tomllib.loads((Path(__file__).parent / "families.toml").read_text())[name]
+    losses = {"whisper": _whisper_loss, "wav2vec2": _wav2vec2_loss}
+    kind, shares = found["loss"], found.get("shares", False)
+    make_loss = losses.get(kind) or _text(_LOSSES[kind], found["batch"], found["sequence"])
+    make = _transformer(*found["classes"], make_loss, found["config"], found.get("attention"))
+    return Family(totals=tuple(found["totals"]), shares=shares, make=make)
+
+
+SIX = {name: _of_file(name) for name in ("gpt2", "whisper", "gemma3", "modernbert")}
+SIX["vit"] = Family(totals=(14, 22), make=_images(_vit, batch=192, side=224))
+SIX["qwen3_moe"] = _of_file("qwen3_moe")
+OWN = {name: _of_file(name) for name in ("mistral", "t5", "bert", "neox", "wav2vec2")}
+OWN |= {
     # convolutions in four stages of blocks of different sizes, stochastic depth
     "convnext": Family(totals=(0.4, 0.6), shares=True, make=_images(_convnext, batch=160, side=224)),
     # attention with rotary tables, gated feed-forward, stochastic depth
