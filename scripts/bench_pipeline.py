@@ -55,7 +55,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = f"""
     --ranks int  processes, one a GPU (all GPUs; 2 with --tiny)
     --schedules text={",".join(SCHEDULE_NAMES)}  comma-separated, the most important first
-    --rows text=nothing,ours,attention  of {", ".join(KINDS[1:-1])}
+    --rows text=nothing,ours  of {", ".join(KINDS[1:-1])}
     --verify  compare every gradient with those without offload, on a smaller model
     --layers int  of one rank; derived from the GPU's memory if not given
     --sequence int  tokens of a sequence, one a microbatch (8192)

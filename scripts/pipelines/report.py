@@ -14,23 +14,12 @@ from typing import Any
 from tabulate import tabulate
 
 from bench.table import reason_of
-from pipelines.bounds import rank_bounds_ms
 from pipelines.memory import BlockFacts, need_lines, need_of
 from pipelines.requests import STREAMED, JobShape
 
 GB = 1e9
-TIMED = ("nothing", "ours", *STREAMED, "auto", "attention")
-_SUMMED = (
-    "blocks",
-    "kept_blocks",
-    "limit_bytes",
-    "streamed_bytes",
-    "in_bytes",
-    "out_bytes",
-    "stall_ms",
-    "hits",
-    "misses",
-)
+TIMED = ("nothing", "ours", *STREAMED, "auto")
+_SUMMED = "blocks kept_blocks limit_bytes streamed_bytes in_bytes out_bytes stall_ms hits misses"
 
 
 def step_ms(result: Mapping[str, Any]) -> list[float]:
@@ -82,29 +71,7 @@ def report_lines(results: Sequence[Mapping[str, Any]], shape: JobShape) -> list[
     """All that is said once the rows have run."""
     links = results[0]
     lines = ["", *link_lines(links), "", *steps_lines(results, shape.microbatches * shape.sequence), ""]
-    lines += verify_lines(results)
-    return [*lines, *bounds_lines(results, links["ranks"])]
-
-
-def bounds_lines(results: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Least step times of the ranks, for the limited rows of the first schedule."""
-    timed = [result for result in results if result["row"]["kind"] in TIMED and result["status"] == "ok"]
-    schedule = timed[0]["row"]["schedule"] if timed else ""
-    rows = [result for result in timed if result["row"]["schedule"] == schedule]
-    baseline = next((result for result in rows if result["row"]["kind"] == "nothing"), None)
-    lines = []
-    for result in rows:
-        if result["row"]["kind"] != "ours":
-            continue
-        try:
-            bounds = ", ".join(f"{ms:.0f}" for ms in rank_bounds_ms(result, baseline, links))
-        except ImportError as error:
-            return [str(error)]
-        lines.append(
-            f"{result['label']}: bound of each rank's actions end to end, without the waits for its "
-            f"neighbours: {bounds} ms"
-        )
-    return lines
+    return lines + verify_lines(results)
 
 
 def link_lines(result: Mapping[str, Any]) -> list[str]:
@@ -137,11 +104,8 @@ def link_lines(result: Mapping[str, Any]) -> list[str]:
 def steps_lines(results: Sequence[Mapping[str, Any]], tokens: int) -> list[str]:
     """The table of rows: the first line of each has the whole pipeline's figures, and each rank has a
     line."""
-    fitting = {
-        result["row"]["schedule"]: tokens_a_second(result, tokens)
-        for result in results
-        if result["row"]["kind"] == "nothing" and result["status"] == "ok"
-    }
+    plain = _fine(results, ("nothing",))
+    fitting = {result["row"]["schedule"]: tokens_a_second(result, tokens) for result in plain}
     fastest = max(fitting.values(), default=None)
     rows: list[list[str]] = []
     reasons: list[str] = []
@@ -164,49 +128,25 @@ def steps_lines(results: Sequence[Mapping[str, Any]], tokens: int) -> list[str]:
         ]
         for number, rank in enumerate(result["ranks"]):
             rows.append([*(whole if number == 0 else [""] * len(whole)), str(number), *_rank_cells(rank)])
-    headers = [
-        "row",
-        "step ms",
-        "spread",
-        "tokens/s",
-        "x own",
-        "x best",
-        "rank",
-        "compute ms",
-        "active",
-        "reserved",
-        "r/a",
-        "saved",
-    ]
-    headers += ["pinned", "h/lent", "stall ms", "out", "back", "refused"]
+    headers = ["row", "step ms", "spread", "tokens/s", "x own", "x best", "rank", "compute ms", "active"]
+    headers += ["reserved", "r/a", "saved", "pinned", "h/lent", "stall ms", "out", "back", "refused"]
     return [
         "steps. x own: step over that of the same schedule with nothing offloaded; x best: over the fastest "
         "that fits so. compute: the",
         "rank's actions, stalls included. saved: saved tensors on the device at once, as the engine counts "
         "them. active, reserved, saved,",
         "pinned, out, back, refused in GB of 1e9; h/lent: pinned held over most lent",
-        tabulate(
-            rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * (len(headers) - 1))
-        ),
+        tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * 17)),
         *reasons,
-        *(
-            _start_line(result)
-            for result in results
-            if result["row"]["kind"] in TIMED and result["status"] == "ok"
-        ),
-        *(
-            line
-            for result in results
-            if result["row"]["kind"] == "auto" and result["status"] == "ok"
-            for line in _plan_lines(result)
-        ),
-        *(
-            line
-            for result in results
-            if result["row"]["kind"] in STREAMED and result["status"] == "ok"
-            for line in _weights_lines(result)
-        ),
+        *map(_start_line, _fine(results, TIMED)),
+        *(line for result in _fine(results, ("auto",)) for line in _plan_lines(result)),
+        *(line for result in _fine(results, STREAMED) for line in _weights_lines(result)),
     ]
+
+
+def _fine(results: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[Mapping[str, Any]]:
+    """The results of these kinds that have figures."""
+    return [each for each in results if each["row"]["kind"] in kinds and each["status"] == "ok"]
 
 
 def _weights_lines(result: Mapping[str, Any]) -> list[str]:
@@ -214,21 +154,14 @@ def _weights_lines(result: Mapping[str, Any]) -> list[str]:
     lines = []
     for number, rank in enumerate(result["ranks"]):
         stages = rank["weights"]
-        total = {name: sum(stage[name] for stage in stages) for name in _SUMMED}
-        line = (
+        total = {name: sum(stage[name] for stage in stages) for name in _SUMMED.split()}
+        lines.append(
             f"{result['label']}, rank {number}: at most {total['limit_bytes'] / GB:.2f} of "
             f"{total['streamed_bytes'] / GB:.2f} GB of weights on the device, {total['kept_blocks']} of "
             f"{total['blocks']} blocks stay; a step: {total['in_bytes'] / GB:.2f} GB in, "
             f"{total['out_bytes'] / GB:.2f} out, {total['misses']} of {total['hits'] + total['misses']} uses "
             f"not foretold, compute waited {total['stall_ms']:.1f} ms"
         )
-        gradients = [stage["gradients"] for stage in stages if stage["gradients"]]
-        if gradients:
-            came, left, waited = (
-                sum(each[name] for each in gradients) for name in ("in_bytes", "out_bytes", "stall_ms")
-            )
-            line += f"; of gradients {came / GB:.2f} GB in, {left / GB:.2f} out, waited {waited:.1f} ms"
-        lines.append(line)
     return lines
 
 

@@ -15,10 +15,10 @@ from parallel.schedules import schedule_named
 from pipelines.memory import BlockFacts, most_layers, need_of
 
 SCHEDULE_NAMES = ("1f1b", "interleaved1f1b", "zbv", "dualpipev")
-STREAMED = ("weights", "weights+gradients")
-"""Half of the blocks' weights are on the device, those on their way included, and all activations; their
-gradients stay, or wait on the host as well, which is what `apply` does by itself."""
-KINDS = ("links", "nothing", "ours", *STREAMED, "auto", "attention", "verify")
+STREAMED = ("weights",)
+"""Half of the blocks' weights are on the device, those on their way included, and all activations and
+gradients."""
+KINDS = ("links", "nothing", "ours", *STREAMED, "auto", "verify")
 """Of "auto" the limit is of all active bytes: a device_total."""
 LEAST_STREAMED_LAYERS = 4
 """Layers of a virtual stage, at least: one block computes while the next arrives, so half of fewer cannot
@@ -124,7 +124,6 @@ def rows_of(
         RowRequest(kind="nothing", schedule=first),
         *limited(first, slice(0, 1)),
         *streaming(first),
-        RowRequest(kind="attention", schedule=first),
         *(
             [RowRequest(kind="verify", schedule=name, streamed=streamed) for name in schedules]
             if verify
@@ -138,7 +137,6 @@ def rows_of(
             for total in totals_bytes
         ),
         *(row for name in others for row in (RowRequest(kind="nothing", schedule=name), *streaming(name))),
-        *(RowRequest(kind="attention", schedule=name) for name in others),
     ]
     return tuple(
         row

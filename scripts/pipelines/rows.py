@@ -18,7 +18,7 @@ import torch.distributed as dist
 from bench.gradients import deterministic, fingerprint
 from bench.measure import median
 from bench.ours import STAT_FIELDS
-from bench.workload import ATTENTION_GROUPS, GROUPS
+from bench.workload import GROUPS
 from offload import OffloadConfig, PipelineOffloadManager, apply, configure
 from offload.apply import Applied
 from offload.policy.actions import Action
@@ -55,9 +55,7 @@ class Bench:
             "nothing": self._nothing,
             "ours": self._ours,
             "weights": self._weights,
-            "weights+gradients": self._weights,
             "auto": self._auto,
-            "attention": self._attention,
             "verify": self._verify,
         }
         return kinds[row.kind](row)
@@ -76,7 +74,7 @@ class Bench:
             return self._timed(job)
 
     def _weights(self, row: RowRequest) -> dict[str, Any]:
-        with self._offloading(row.schedule, ()) as job, self._streaming(job, row.kind) as handles:
+        with self._offloading(row.schedule, ()) as job, self._streaming(job) as handles:
             found = self._timed(job)
             return {**found, "weights": [handle.weights.as_dict() for handle in handles if handle.weights]}
 
@@ -96,11 +94,6 @@ class Bench:
                 "explained": str(explained),
                 "predicted_ms": None if explained.plan is None else explained.plan.predicted_step_s * 1e3,
             }
-
-    def _attention(self, row: RowRequest) -> dict[str, Any]:
-        with self._offloading(row.schedule, ATTENTION_GROUPS) as job:
-            # without a timed plan the trim comes a step later
-            return self._timed(job, warmup=self.request.shape.warmup + 1)
 
     def _timed(
         self, job: PipelineJob, warmup: int | None = None, settles: Callable[[], bool] | None = None
@@ -190,7 +183,7 @@ class Bench:
             came: dict[str, int] = {}
             for kind in row.streamed:
                 empty_device(self.rank.device)
-                more, came[kind] = self._with_weights(row.schedule, layers, kind, expected)
+                more, came[kind] = self._with_weights(row.schedule, layers, expected)
                 wrong += [f"{kind}, {name}" for name in more]
         return {
             "tensors": len(expected),
@@ -209,12 +202,10 @@ class Bench:
             manager = job.manager
             return self._compared(job, expected, lambda: manager.stats.spilled)
 
-    def _with_weights(
-        self, schedule: str, layers: int, kind: str, expected: dict[str, int]
-    ) -> tuple[list[str], int]:
+    def _with_weights(self, schedule: str, layers: int, expected: dict[str, int]) -> tuple[list[str], int]:
         with (
             self._offloading(schedule, (), layers=layers) as job,
-            self._streaming(job, kind) as handles,
+            self._streaming(job) as handles,
         ):
             figures = [handle.weights for handle in handles if handle.weights]
             return self._compared(job, expected, lambda: sum(each.in_bytes for each in figures))
@@ -271,15 +262,14 @@ class Bench:
         PipelineOffloadManager.close_instance()
 
     @contextmanager
-    def _streaming(self, job: PipelineJob, kind: str) -> Iterator[list[Applied]]:
+    def _streaming(self, job: PipelineJob) -> Iterator[list[Applied]]:
         """Half of the weights of each stage's blocks are on the device at most. One handle a stage."""
         with patch.object(choose, "LEAST_NUMEL", self.min_elements):  # what is tiny streams, too
             handles = []
             for module in job.modules.values():
                 parameters = [*module.stack.blocks.parameters()]
                 nbytes = sum(each.nbytes for each in parameters if each.numel() >= self.min_elements)
-                stay = "device" if kind == "weights" else None
-                handles.append(apply(module.stack, weights=f"{nbytes // 2}B", gradients=stay))
+                handles.append(apply(module.stack, weights=f"{nbytes // 2}B", gradients="device"))
         yield handles
         for handle in handles:
             handle.remove()

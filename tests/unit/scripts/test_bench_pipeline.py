@@ -15,9 +15,7 @@ import pytest
 
 import bench.run
 import bench_pipeline
-from offload.policy.actions import one_f_one_b
 from pipelines import child, report
-from pipelines.bounds import compute_seconds, rank_bounds_ms
 from pipelines.memory import BlockFacts, most_layers, need_lines, need_of
 from pipelines.requests import JobShape, complete, rows_of
 
@@ -42,21 +40,19 @@ BLOCK = BlockFacts(**FACTS)
 
 
 def test_rows_come_in_the_order_of_their_value() -> None:
-    kinds = ["nothing", "ours", "weights", "attention"]
+    kinds = ["nothing", "ours", "weights"]
     rows = rows_of(["1f1b", "zbv"], kinds, [30 * GB, 15 * GB], verify=True)
     assert [row.label for row in rows] == [
         "links",
         "1f1b nothing",
         "1f1b ours 30 GB",
         "1f1b weights",
-        "1f1b attention",
         "1f1b verify",
         "zbv verify",
         "zbv ours 30 GB",
         "1f1b ours 15 GB",
         "zbv nothing",
         "zbv weights",
-        "zbv attention",
     ]
     assert {row.streamed for row in rows if row.kind == "verify"} == {("weights",)}
 
@@ -85,7 +81,7 @@ def test_request_has_what_the_command_line_says() -> None:
         (["--schedules", ","], "--schedules is empty"),
         (
             ["--rows", "ours,theirs"],
-            "--rows theirs: known are nothing, ours, weights, weights.gradients, auto, ",
+            "--rows theirs: known are nothing, ours, weights, auto",
         ),
         (["--rows", "auto"], "a row of mode auto needs both: --rows auto and --device-total-gb 120, say"),
         (["--layers", "7"], "--layers 7 cannot be cut into the 2 virtual stages of interleaved1f1b"),
@@ -144,30 +140,6 @@ def test_calculation_is_printed_with_its_parts() -> None:
         in text
     )
     assert "1f1b needs 1.50 s a step at least (4 + 1 slots)" in text
-
-
-# -- bounds --------------------------------------------------------------------------------------------------
-
-
-def test_the_bound_of_a_rank_has_the_rates_of_all_ranks_copying() -> None:
-    pytest.importorskip("scipy")
-    actions = one_f_one_b(0, 2, 4)
-    rank = {"actions": [list(action) for action in actions], "layers": 4}
-    lone = {"d2h": 50e9, "h2d": 50e9, "duplex_d2h": 50e9, "duplex_h2d": 50e9}
-    slow = {"d2h": 20e9, "h2d": 20e9, "duplex_d2h": 15e9, "duplex_h2d": 15e9}
-    result = {"ranks": [rank], "row": {"saved_limit_bytes": 4 * GB}}
-
-    def bound_ms(shared: dict[str, float]) -> float:
-        rates = [{"ranks": [0], "rates": lone}, {"ranks": [0, 1], "rates": shared}]
-        return rank_bounds_ms(result, None, [{"block": FACTS, "rates": rates}])[0]
-
-    compute_ms = 4 * 4 * (10.0 + 20.0)
-    assert compute_ms <= bound_ms(lone) < bound_ms(slow)
-
-
-def test_measured_times_replace_those_of_a_block_by_action() -> None:
-    actions = one_f_one_b(1, 2, 1)
-    assert compute_seconds(actions, BLOCK, 1, {"1F0": 0.5}) == [0.5, 0.020]
 
 
 # -- the report ----------------------------------------------------------------------------------------------
@@ -272,19 +244,14 @@ def test_verdict_is_good_only_if_something_left_and_nothing_differs(
 def test_what_streams_and_what_a_plan_said_stand_beside_what_was_measured() -> None:
     weights = {name: 1 for name in ("blocks", "kept_blocks", "hits", "misses")}
     weights |= {name: GB for name in ("limit_bytes", "streamed_bytes", "in_bytes", "out_bytes")}
-    gradients = {"in_bytes": 3 * GB, "out_bytes": 4 * GB, "stall_ms": 0.5}
-    stages = [
-        weights | {"stall_ms": 1.5, "gradients": None},
-        weights | {"stall_ms": 2, "gradients": gradients},
-    ]
-    streamed = row_of("weights+gradients", [rank_of([100], GB, weights=stages)])
+    stages = [weights | {"stall_ms": 1.5}, weights | {"stall_ms": 2}]
+    streamed = row_of("weights", [rank_of([100], GB, weights=stages)])
     explained = {"predicted_ms": 290.04, "explained": "settled", "warmup": 14}
     auto = row_of("auto", [rank_of([310, 312, 311], GB, **explained)])
     lines = report.steps_lines([streamed, auto], tokens=1000)
     assert (
-        "1f1b weights+gradients, rank 0: at most 2.00 of 2.00 GB of weights on the device, 2 of 2 blocks "
-        "stay; a step: 2.00 GB in, 2.00 out, 2 of 4 uses not foretold, compute waited 3.5 ms; of gradients "
-        "3.00 GB in, 4.00 out, waited 0.5 ms"
+        "1f1b weights, rank 0: at most 2.00 of 2.00 GB of weights on the device, 2 of 2 blocks "
+        "stay; a step: 2.00 GB in, 2.00 out, 2 of 4 uses not foretold, compute waited 3.5 ms"
     ) in lines
     assert (
         "1f1b auto, rank 0, after 14 steps: the plan's step 290.0 ms, measured 311.0, its actions 300.0"
@@ -331,7 +298,7 @@ def test_rows_behind_one_that_fills_a_device_are_launched_again(tmp_path: Path, 
         rows = pickle.loads((folder / "request.pickle").read_bytes()).rows
         launches.append(([row.label for row in rows], timeout))
         for number, row in enumerate(rows):
-            if row.kind == "attention":
+            if row.kind == "weights":
                 full = {"status": "out of memory", "reason": "rank 1: full", "at": 1.0}
                 (folder / "failure-1.json").write_text(json.dumps(full))
                 return subprocess.CompletedProcess(command, 1, "", "=====")
@@ -343,10 +310,10 @@ def test_rows_behind_one_that_fills_a_device_are_launched_again(tmp_path: Path, 
         return subprocess.CompletedProcess(command, 0, "", "")
 
     out = tmp_path / "out.json"
-    options = ["--tiny", how, "--schedules", "1f1b,zbv", "--rows", "nothing,attention"]
+    options = ["--tiny", how, "--schedules", "1f1b,zbv", "--rows", "nothing,weights"]
     with patch.object(bench.run, "run_shown", launch):
         assert bench_pipeline.main([*options, "--row-timeout-s", "100", "--out", str(out)]) == 0
-    all_rows = ["1f1b nothing", "1f1b attention", "zbv nothing", "zbv attention"]
+    all_rows = ["1f1b nothing", "1f1b weights", "zbv nothing", "zbv weights"]
     together = [(all_rows, 400), (all_rows[2:], 200)]
     apart = [([row], 100) for row in all_rows]
     assert launches == [(["links"], 100), *(together if how == "--one-launch" else apart)]
