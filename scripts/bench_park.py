@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 import bench  # noqa: F401
 import offload
-from bench.links import SIMULATED, measure_links
+from bench.links import measure_links
 from bench.run import (
     Run,
     SkippedError,
@@ -180,7 +180,7 @@ def cycle(
 
 def parked_row(request: Request) -> dict[str, Any]:
     device = torch.device("cpu" if request.tiny else "cuda:0")
-    links = SIMULATED if request.tiny else measure_links()
+    links = measure_links(tiny=request.tiny)
     if not request.tiny:
         torch.cuda.empty_cache()
     before = device_bytes(request.tiny)  # what the process holds without a model
@@ -274,7 +274,7 @@ def _rank(rank: int, request: Request, folder: str, answers: Any, line_up: Any) 
     limit = int((request.host_gb or 40) * GB)
     engine = engine_of(request, device, SharedHostBudget(Path(folder) / "budget", limit))
     model, optimizer = model_of(ROWS["ranks"], device, request.tiny)
-    links = SIMULATED if request.tiny else measure_links(line_up.wait)
+    links = measure_links(line_up.wait, tiny=request.tiny)
     kinds = ("weights", "gradients", "optimizer")
     found = []
     for _ in range(2):

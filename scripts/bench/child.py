@@ -92,11 +92,8 @@ def run(request: RowRequest) -> dict[str, Any]:
 
 
 def _links(request: RowRequest) -> dict[str, Any]:
-    found: dict[str, Any] = {"hardware": hardware()}
-    if request.tiny:
-        return found | {"links": asdict(links.SIMULATED)}
-    device_of(tiny=False)
-    return found | {"links": asdict(links.measure_links())}
+    device_of(request.tiny)
+    return {"hardware": hardware(), "links": asdict(links.measure_links(tiny=request.tiny))}
 
 
 def context_of(request: RowRequest, clock: Clock) -> RowContext:

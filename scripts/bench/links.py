@@ -88,8 +88,10 @@ class Copies:
         return self.rates((0, 1), _COPIES, beside)
 
 
-def measure_links(line_up: Callable[[], None] | None = None) -> LinkRates:
-    """Block for about two seconds and return the medians. line_up: as of Copies."""
+def measure_links(line_up: Callable[[], None] | None = None, *, tiny: bool = False) -> LinkRates:
+    """Block for about two seconds and return the medians. line_up: as of Copies. tiny: the stand-ins."""
+    if tiny:
+        return SIMULATED
     rates, copies, repeats = Copies(line_up).rates, _COPIES, _REPEATS
     rates((0, 1), 1)
     d2h = statistics.median(rates((0,), copies)[0] for _ in range(repeats))

@@ -167,7 +167,7 @@ def _training(request: OptimRequest, device: torch.device) -> dict[str, Any]:
 
 def _rates(request: OptimRequest, device: torch.device) -> dict[str, Any]:
     """The link's rates, and the bound of a step with all state off the device: its bytes at duplex rate."""
-    rates = links.SIMULATED if request.tiny else links.measure_links()
+    rates = links.measure_links(tiny=request.tiny)
     # in float32 the weights on the device are the masters and two moments travel; else masters travel too
     bytes_each_way = 8 if request.dtype == "float32" else 12
     return {

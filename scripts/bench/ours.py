@@ -21,7 +21,7 @@ from bench.rows import GB, Pinned, Row, RowContext, RowOptions, checkpointed, ke
 from bench.run import SkippedError
 from bench.workload import ATTENTION_GROUPS, BLOCK_INPUT, GROUPS, Marks, live_peak_chunks
 
-STAT_FIELDS = (
+STAT_FIELDS = [
     "step",
     "saved",
     "kept",
@@ -36,7 +36,7 @@ STAT_FIELDS = (
     "device_bytes_peak",
     "host_bytes_lent_peak",
     "host_bytes_held",
-)
+]
 
 _SETTLING_STEPS = 7
 """Of lengths that vary, whose warm-up is short for the rows that have nothing to plan."""

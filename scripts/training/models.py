@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import moe
@@ -41,41 +40,6 @@ MIXTURE_OPTIONS = ("experts", "top_k", "experts_mode", "expert_parallel")
 _OF_EXPERTS = frozenset({"expert_fc1", "moe_act"})
 
 
-class Model(Protocol):
-    """What the job asks of either."""
-
-    @property
-    def sequence(self) -> int: ...
-
-    @property
-    def offload_modules(self) -> frozenset[str]:
-        """Marks that are set, or a mode that moves what the experts save."""
-
-    def check_stages(self, num_stages: int) -> None:
-        """Raises ValueError if the layers do not fill them."""
-
-    def deterministic(self) -> Model:
-        """The same with attention whose bits are the same every time."""
-
-    def build(
-        self,
-        stage: int,
-        num_stages: int,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        experts: dist.ProcessGroup | None,
-    ) -> nn.Module: ...
-
-    def examples(
-        self, stage: int, num_stages: int, *, batch: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """What goes into a stage and what comes out, as meta tensors."""
-
-    def saved_bytes_of_layer(self, *, batch: int, dtype: torch.dtype) -> int:
-        """About the bytes that a layer's marks save for a microbatch: to reserve host memory by."""
-
-
 @dataclass(frozen=True, slots=True)
 class Dense:
     """parallel.transformer's."""
@@ -102,26 +66,17 @@ class Dense:
     def deterministic(self) -> Dense:
         return Dense(self.config.with_(math_attention=True))
 
-    def build(
-        self,
-        stage: int,
-        num_stages: int,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        experts: dist.ProcessGroup | None,
-    ) -> nn.Module:
+    def build(self, stage: int, num_stages: int, *, experts: Any, **where: Any) -> nn.Module:
+        """experts: process group of the ranks that share them; None for none. where: device and dtype."""
         assert experts is None
-        return transformer.build_stage_module(self.config, stage, num_stages, device=device, dtype=dtype)
+        return transformer.build_stage_module(self.config, stage, num_stages, **where)
 
-    def examples(
-        self, stage: int, num_stages: int, *, batch: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        return transformer.stage_examples(
-            self.config, stage, num_stages, batch=batch, sequence=self.sequence, dtype=dtype
-        )
+    def examples(self, stage: int, num_stages: int, **step: Any) -> tuple[Tensor, Tensor]:
+        """What goes into a stage and what comes out, as meta tensors. step: batch and dtype."""
+        return transformer.stage_examples(self.config, stage, num_stages, sequence=self.sequence, **step)
 
     def saved_bytes_of_layer(self, *, batch: int, dtype: torch.dtype) -> int:
+        """About the bytes that a layer's marks save for a microbatch: to reserve host memory by."""
         return transformer.saved_bytes_of_layer(self.config, batch=batch, sequence=self.sequence, dtype=dtype)
 
 
@@ -167,36 +122,21 @@ class Mixture:
     def deterministic(self) -> Mixture:
         return replace(self, config=self.config.with_(math_attention=True))
 
-    def build(
-        self,
-        stage: int,
-        num_stages: int,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        experts: dist.ProcessGroup | None,
-    ) -> nn.Module:
-        placement = self.placement
-        return moe.build_stage_module(
-            self.config,
-            stage,
-            num_stages,
-            group=experts,
-            device=device,
-            dtype=dtype,
-            offload_modules=placement.offload_modules,
-            experts_mode=placement.experts_mode,
-            input_kept=placement.input_kept,
-        )
+    def build(self, stage: int, num_stages: int, *, experts: Any, **where: Any) -> nn.Module:
+        """experts: process group of the ranks that share them; None for none. where: device and dtype."""
+        names = ("offload_modules", "experts_mode", "input_kept")
+        placed = {name: getattr(self.placement, name) for name in names}
+        return moe.build_stage_module(self.config, stage, num_stages, group=experts, **where, **placed)
 
-    def examples(
-        self, stage: int, num_stages: int, *, batch: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        return moe.stage_examples(
-            self.config, stage, num_stages, batch=batch, sequence=self.sequence, dtype=dtype
-        )
+    def examples(self, stage: int, num_stages: int, **step: Any) -> tuple[Tensor, Tensor]:
+        """What goes into a stage and what comes out, as meta tensors. step: batch and dtype."""
+        return moe.stage_examples(self.config, stage, num_stages, sequence=self.sequence, **step)
 
     def saved_bytes_of_layer(self, *, batch: int, dtype: torch.dtype) -> int:
         tokens = batch * self.sequence
         by_group = moe.saved_bytes_of_layer(self.config, self.placement, tokens=tokens, dtype=dtype)
         return sum(by_group[name] for name in self.offload_modules)
+
+
+Model = Dense | Mixture
+"""What the job is given: either, by the same calls."""

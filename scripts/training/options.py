@@ -129,49 +129,33 @@ def read_options(arguments: list[str], ranks: Ranks) -> Options:
     model = _model(given)
     schedule = schedule_named(given.schedule)
     pipeline = _pipeline_ranks(given, ranks)
-    virtual_stages = (
-        given.virtual_stages if given.virtual_stages is not None else schedule.default_virtual_stages
-    )
-    microbatches = (
-        given.microbatches
-        if given.microbatches is not None
-        else _enough(schedule, recipe.microbatches, pipeline * virtual_stages)
-    )
+    virtual_stages = _or(given.virtual_stages, schedule.default_virtual_stages)
+    enough = _enough(schedule, recipe.microbatches, pipeline * virtual_stages)
+    microbatches = _or(given.microbatches, enough)
     check_counts(schedule, ranks=pipeline, virtual_stages=virtual_stages, microbatches=microbatches)
     model.check_stages(pipeline * virtual_stages)
     for name in ("verify", "plot"):
         if getattr(given, name) and not (model.offload_modules or given.offload != "groups" or given.weights):
             raise ValueError(f"--{name} needs something that is offloaded; --offload-modules is none")
+    as_given = "preset steps device seed weights verify compare check_end plot telemetry timeout"
     options = Options(
-        preset=given.preset,
+        **{name: getattr(given, name) for name in as_given.split()},
         model=model,
         schedule=schedule,
         virtual_stages=virtual_stages,
         microbatches=microbatches,
         batch=_or(given.batch, recipe.batch),
         expert_parallel=_or(given.expert_parallel, 1),
-        steps=given.steps,
         lr=_or(given.lr, recipe.lr),
         warmup=recipe.warmup,
         dtype=getattr(torch, given.dtype),
-        device=given.device,
-        seed=given.seed,
         data=tuple(given.data),
         min_elements=_or(given.min_offloaded_tensor_size, recipe.min_elements),
         device_limit_bytes=None if given.device_limit_mib is None else given.device_limit_mib * MIB,
-        marks=None
-        if given.high_gb is None
-        else (int(given.high_gb * 1e9), None if given.low_gb is None else int(given.low_gb * 1e9)),
+        marks=None if given.high_gb is None else (int(given.high_gb * 1e9), _bytes(given.low_gb)),
         auto=given.offload == "auto",
-        device_total_bytes=None if given.device_total_gb is None else int(given.device_total_gb * 1e9),
-        weights=given.weights,
+        device_total_bytes=_bytes(given.device_total_gb),
         optimizer_fraction=given.optimizer_offload_fraction,
-        verify=given.verify,
-        compare=given.compare,
-        check_end=given.check_end,
-        plot=given.plot,
-        telemetry=given.telemetry,
-        timeout=given.timeout,
     )
     options.offload_config()  # has checks of its own
     return options
@@ -217,3 +201,7 @@ def _enough(schedule: ScheduleSpec, usual: int, stages: int) -> int:
 
 def _or(given: Any, usual: Any) -> Any:
     return usual if given is None else given
+
+
+def _bytes(gb: float | None) -> int | None:
+    return None if gb is None else int(gb * 1e9)
