@@ -25,11 +25,11 @@ from typing import Any
 
 from bench.options import add_options
 from bench.run import Run, hardware, main_of, outcome, parser_of
-from bench.table import reason_line, ruled
-from bench.weights import HEADER, Shape, line
+from bench.table import reason_line
+from bench.weights import COLUMNS, Shape, derived, shown
 
 WORKS = {work: f"bench.weights_{work}" for work in ("lora", "int8", "70b", "full", "gradients", "experts")}
-"""Each has ROWS and run_row(options); HEADER and line(row, nothing), too, where its columns are others; and
+"""Each has ROWS and run_row(options); COLUMNS and derived(row, nothing) where its columns are others; and
 DEFAULTS of options, where they are others."""
 
 
@@ -63,8 +63,9 @@ def _work(options: argparse.Namespace) -> Any:
 def run_rows(run: Run) -> None:
     """The work's rows, each beside the first `nothing`."""
     work, nothing = _work(run.args), None
-    header, to_line = getattr(work, "HEADER", HEADER), getattr(work, "line", line)
-    print(*run.header_lines(hardware()), ruled(header), sep="\n", flush=True)
+    columns = getattr(work, "COLUMNS", COLUMNS)
+    more = getattr(work, "derived", derived if columns is COLUMNS else lambda row, nothing: {})
+    print(*run.header_lines(hardware()), columns.header, sep="\n", flush=True)
     for row in (run.args.rows or work.ROWS).split(","):
         options = argparse.Namespace(**vars(run.args) | {"row": row, "label": row})
         result = run.keep({"row": row, **run.measure(options)})
@@ -72,7 +73,8 @@ def run_rows(run: Run) -> None:
             print(reason_line([row], result), flush=True)
             continue
         nothing = nothing or (result if row == "nothing" else None)
-        print(to_line(result, nothing), flush=True)
+        cells = shown(result, nothing)
+        print(columns.line(cells | more(cells, nothing)), flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

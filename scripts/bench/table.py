@@ -31,3 +31,28 @@ def aligned(cells: Iterable[str], columns: Iterable[tuple[str, int]]) -> str:
 def reason_line(labels: Iterable[str], result: Mapping[str, Any]) -> str:
     """Line of a row without figures: its labels, its status and the reason."""
     return cells_line([*labels, reason_of(result)])
+
+
+class Columns:
+    """A Markdown table by its columns: `title = name` of a row's value, `title = name:.3f` with its format,
+    or `title = name:GB` in GB of 1e9; separated by |."""
+
+    def __init__(self, text: str) -> None:
+        self._columns = [[part.strip() for part in column.split(" = ")] for column in text.split("|")]
+
+    @property
+    def header(self) -> str:
+        """The header and the rule below it."""
+        return ruled(cells_line(title for title, _ in self._columns))
+
+    def line(self, row: Mapping[str, Any]) -> str:
+        """A value that the row lacks, or that is None, is an empty cell."""
+        return cells_line(_cell(row, value) for _, value in self._columns)
+
+
+def _cell(row: Mapping[str, Any], value: str) -> str:
+    name, _, form = value.partition(":")
+    found = row.get(name)
+    if found is None:
+        return ""
+    return f"{found / 1e9:.2f}" if form == "GB" else format(found, form)

@@ -6,6 +6,7 @@ One invariant: a row's gradients come from a step under deterministic kernels th
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from bench import gradients
-from bench.table import cells_line
+from bench.table import Columns
 from offload import QuantLinear
 
 GB = 1e9
@@ -167,14 +168,12 @@ def run_steps(
     model: nn.Module,
     backward: Callable[[], None],
     step: Callable[[], None],
-    *,
-    warmup: int,
-    samples: int,
+    options: argparse.Namespace,
     device: torch.device,
 ) -> dict[str, Any]:
     """Times in ms of `samples` steps after `warmup` ones, peaks in bytes of those, and the bits of the first
     step's gradients (before step(), which also zeroes them). On a CPU there are no peaks."""
-    is_cuda = device.type == "cuda"
+    is_cuda, warmup, samples = device.type == "cuda", options.warmup, options.samples
     times: list[float] = []
     bits: list[int] = []
     for index in range(warmup + samples):
@@ -191,6 +190,7 @@ def run_steps(
         times.append((time.perf_counter() - begun) * 1e3)
     stats = torch.cuda.memory_stats() if is_cuda else {}
     return {
+        "row": options.row,
         "ms": times[warmup:],
         "active_bytes": stats.get("active_bytes.all.peak", 0),
         "reserved_bytes": stats.get("reserved_bytes.all.peak", 0),
@@ -198,9 +198,10 @@ def run_steps(
     }
 
 
-HEADER = (
-    "| row | ms | / nothing | law ms | active GB | reserved GB | stay | in GB | stall ms | hits | misses "
-    "| bits |"
+COLUMNS = Columns(
+    "row = row | ms = step_ms:.1f | / nothing = over:.3f | law ms = law_ms:.1f | active GB = active_bytes:GB "
+    "| reserved GB = reserved_bytes:GB | stay = kept_blocks | in GB = in_bytes:GB | stall ms = stall_ms:.1f "
+    "| hits = hits | misses = misses | bits = compared"
 )
 
 
@@ -208,23 +209,25 @@ def compared(row: dict[str, Any], nothing: dict[str, Any] | None) -> str:
     """Whether a row has the bits of the row `nothing`; one that ran without it says so."""
     if nothing is None:
         return "not compared"
+    if not row["bits"]:
+        return "not seen"
     return "same" if row["bits"] == nothing["bits"] else "DIFFER"
 
 
-def line(row: dict[str, Any], nothing: dict[str, Any] | None) -> str:
-    ms, weights = statistics.median(row["ms"]), row["weights"]
-    beside = None if nothing is None else statistics.median(nothing["ms"])
-    cells = [row["row"], f"{ms:.1f}", "" if beside is None else f"{ms / beside:.3f}"]
-    law = ""
-    if weights is not None and beside is not None and row["link_gb_s"]:
-        moves = weights["streamed_bytes"] * (1 - weights["kept_blocks"] / row["blocks"])
-        copies = moves / row["link_gb_s"] / GB * 1e3
-        law = f"{max(beside / 3, copies) + max(2 * beside / 3, copies):.1f}"
-    cells += [law, f"{row['active_bytes'] / GB:.2f}", f"{row['reserved_bytes'] / GB:.2f}"]
-    if weights is None:
-        cells += [""] * 5
-    else:
-        cells += [str(weights["kept_blocks"]), f"{weights['in_bytes'] / GB:.2f}"]
-        cells += [f"{weights['stall_ms']:.1f}", str(weights["hits"]), str(weights["misses"])]
-    bits = compared(row, nothing) if row["bits"] else "not seen"
-    return cells_line([*cells, bits])
+def shown(row: dict[str, Any], nothing: dict[str, Any] | None) -> dict[str, Any]:
+    """The row and what a work's columns name beside: figures of weights or gradients, and the ratio."""
+    found = row | (row.get("weights") or row.get("gradients") or {})
+    found |= {"step_ms": statistics.median(row["ms"]), "compared": compared(row, nothing)}
+    if nothing is not None:
+        found |= {"nothing_ms": statistics.median(nothing["ms"])}
+        found |= {"over": found["step_ms"] / found["nothing_ms"]}
+    return found
+
+
+def derived(row: dict[str, Any], nothing: dict[str, Any] | None) -> dict[str, Any]:
+    """The law."""
+    if row["weights"] is None or nothing is None or not row["link_gb_s"]:
+        return {}
+    beside, moves = row["nothing_ms"], row["streamed_bytes"] * (1 - row["kept_blocks"] / row["blocks"])
+    copies = moves / row["link_gb_s"] / GB * 1e3
+    return {"law_ms": max(beside / 3, copies) + max(2 * beside / 3, copies)}

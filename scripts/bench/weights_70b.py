@@ -8,7 +8,6 @@ are on the host as well. A step is compared with `nothing`'s, times the layers o
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 import zlib
 from collections.abc import Iterable
@@ -18,9 +17,8 @@ import torch
 from torch import Tensor
 
 import offload
-from bench.table import cells_line
+from bench.table import Columns
 from bench.weights import (
-    GB,
     TINY,
     Model,
     Shape,
@@ -97,9 +95,8 @@ def run_row(options: argparse.Namespace) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
 
-    found = run_steps(model, backward, step, warmup=options.warmup, samples=options.samples, device=device)
+    found = run_steps(model, backward, step, options, device)
     return found | {
-        "row": options.row,
         "layers": shape.layers,
         "build_s": build_s,
         "link_gb_s": rate,
@@ -107,26 +104,17 @@ def run_row(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-HEADER = (
-    "| row | layers | ms | / nothing's | active GB | INT8 GB on the host "
-    "| in GB | stall ms | build s | bits |"
+COLUMNS = Columns(
+    "row = row | layers = layers | ms = step_ms:.1f | / nothing's = over:.3f | active GB = active_bytes:GB "
+    "| INT8 GB on the host = int8_bytes:GB | in GB = in_bytes:GB | stall ms = stall_ms:.1f "
+    "| build s = build_s:.1f | bits = compared"
 )
 
 
-def line(row: dict[str, Any], nothing: dict[str, Any] | None) -> str:
-    ms, weights = statistics.median(row["ms"]), row["weights"] or {}
-    beside = None if nothing is None else statistics.median(nothing["ms"]) * row["layers"] / nothing["layers"]
-    alike = nothing is not None and nothing["layers"] == row["layers"]  # else there is nothing to compare
-    bits = "" if not alike else "same" if row["bits"] == nothing["bits"] else "DIFFER"
-    cells = [
-        row["row"],
-        str(row["layers"]),
-        f"{ms:.1f}",
-        "" if beside is None else f"{ms / beside:.3f}",
-        f"{row['active_bytes'] / GB:.2f}",
-        *(f"{weights.get(name, 0) / GB:.2f}" for name in ("int8_bytes", "in_bytes")),
-        f"{weights.get('stall_ms', 0):.1f}",
-        f"{row['build_s']:.1f}",
-        bits,
-    ]
-    return cells_line(cells)
+def derived(row: dict[str, Any], nothing: dict[str, Any] | None) -> dict[str, Any]:
+    """The ratio is by layers; rows of other layers have no bits to compare."""
+    if nothing is None:
+        return {}
+    alike = row["layers"] == nothing["layers"]
+    over = row["over"] * nothing["layers"] / row["layers"]
+    return {"over": over, "compared": row["compared"] if alike else None}

@@ -9,7 +9,6 @@ layer, so that all rows, and recomputes, route alike.
 from __future__ import annotations
 
 import argparse
-import statistics
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from torch import Tensor, nn
 import moe
 import offload
 from bench import gradients
-from bench.table import cells_line
-from bench.weights import GB, LoraLinear, compared, link_gb_s, run_steps, where_of
+from bench.table import Columns
+from bench.weights import GB, LoraLinear, link_gb_s, run_steps, where_of
 from moe.attention import rotation_tables
 
 ROWS = "nothing,16,32,host,activations,both"
@@ -28,9 +27,11 @@ _LEARNED = 3
 _ROOM = 16
 """Experts a layer, of the row `both`."""
 
-HEADER = (
-    "| row | ms | / nothing | law ms | / law | copies ms | active GB | / nothing | in GB | stall ms "
-    "| counts ms | found | missing | bits |"
+COLUMNS = Columns(
+    "row = row | ms = step_ms:.1f | / nothing = over:.3f | law ms = law_ms:.1f | / law = over_law:.3f "
+    "| copies ms = copies_ms:.1f | active GB = active_bytes:GB | / nothing = active_over:.3f "
+    "| in GB = in_bytes:GB | stall ms = stall_ms:.1f | counts ms = counts_ms:.1f | found = expert_hits "
+    "| missing = expert_misses | bits = compared"
 )
 
 
@@ -104,10 +105,9 @@ def run_row(options: argparse.Namespace) -> dict[str, Any]:
         with gradients.deterministic():
             backward()
         step()
-    found = run_steps(model, backward, step, warmup=options.warmup, samples=options.samples, device=device)
+    found = run_steps(model, backward, step, options, device)
     figures = None if handle is None else handle.weights
     return found | {
-        "row": options.row,
         "link_gb_s": rate,
         "weights": None if figures is None else figures.as_dict(),
         "text": "" if handle is None else str(handle.report()),
@@ -129,27 +129,15 @@ def _offloaded(model: Model, row: str) -> Any:
     return offload.apply(model, mode, weights=room, blocks="layers.*")
 
 
-def line(row: dict[str, Any], nothing: dict[str, Any] | None) -> str:
+def derived(row: dict[str, Any], nothing: dict[str, Any] | None) -> dict[str, Any]:
     """The law: what is longer, `nothing`, or the link with what does not fit, once a pass. copies: the link
     with what was moved. Where experts are not used it may be less than the law."""
-    ms, weights, active = statistics.median(row["ms"]), row["weights"], row["active_bytes"]
-    beside = ms if nothing is None else statistics.median(nothing["ms"])
-    laws = [""] * 3
-    if weights is not None and row["link_gb_s"]:
-        ms_per_byte = 1e3 / GB / row["link_gb_s"]
-        lacking = 2 * max(0, weights["streamed_bytes"] - weights["limit_bytes"])
-        law = max(beside, lacking * ms_per_byte)
-        laws = [f"{law:.1f}", f"{ms / law:.3f}", f"{weights['in_bytes'] * ms_per_byte:.1f}"]
     whole = (nothing or row)["active_bytes"]
-    cells = [row["row"], f"{ms:.1f}", f"{ms / beside:.3f}", *laws, f"{active / GB:.2f}"]
-    cells += [f"{active / whole:.3f}" if whole else ""]
-    if weights is None:
-        cells += [""] * 5
-    else:
-        cells += [
-            f"{weights['in_bytes'] / GB:.2f}",
-            f"{weights['stall_ms']:.1f}",
-            f"{weights['counts_ms']:.1f}",
-        ]
-        cells += [str(weights["expert_hits"]), str(weights["expert_misses"])]
-    return cells_line([*cells, compared(row, nothing)])
+    found = {"active_over": row["active_bytes"] / whole} if whole else {}
+    if row["weights"] is None or not row["link_gb_s"]:
+        return found
+    ms_per_byte = 1e3 / GB / row["link_gb_s"]
+    lacking = 2 * max(0, row["streamed_bytes"] - row["limit_bytes"])
+    law = max(row.get("nothing_ms", row["step_ms"]), lacking * ms_per_byte)
+    copies_ms = row["in_bytes"] * ms_per_byte
+    return found | {"law_ms": law, "over_law": row["step_ms"] / law, "copies_ms": copies_ms}

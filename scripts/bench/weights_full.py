@@ -10,7 +10,6 @@ One invariant: the law is made of bytes that have to cross the link, counted her
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 import offload
-from bench.table import cells_line
+from bench.table import Columns
 from bench.weights import GB, Model, Shape, link_gb_s, make_whole, run_steps, streamed, where_of
 from bench.weights_70b import Made
 from offload.memory.budget import cgroups
@@ -84,11 +83,10 @@ def run_row(options: argparse.Namespace) -> dict[str, Any]:
             optimizer.zero_grad()
 
     no_bits = nn.Module()  # gradients are stepped by then
-    found = run_steps(no_bits, backward, step, warmup=options.warmup, samples=options.samples, device=device)
+    found = run_steps(no_bits, backward, step, options, device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     attention = 6 * tokens**2 * shape.hidden * shape.layers  # causal: half of all pairs, forward and backward
     return found | {
-        "row": options.row,
         "layers": shape.layers,
         "parameters": parameters,
         "flop": 6 * parameters * tokens + attention,
@@ -112,27 +110,19 @@ def law_ms(row: dict[str, Any], compute_ms: float) -> float:
     return max(compute_ms, seconds * 1e3)
 
 
-HEADER = (
-    "| row | layers | ms | compute ms | law ms | / law | model-TFLOP/s | active GB | reserved GB | pinned GB "
-    "| host GB | in GB | stall ms | build s |"
+COLUMNS = Columns(
+    "row = row | layers = layers | ms = step_ms:.1f | compute ms = compute_ms:.1f | law ms = law_ms:.1f "
+    "| / law = over_law:.3f | model-TFLOP/s = tflop_s:.0f | active GB = active_bytes:GB "
+    "| reserved GB = reserved_bytes:GB | pinned GB = pinned_bytes:GB | host GB = host_bytes:GB "
+    "| in GB = in_bytes:GB | stall ms = stall_ms:.1f | build s = build_s:.1f"
 )
 
 
-def line(row: dict[str, Any], nothing: dict[str, Any] | None) -> str:
-    ms, weights = statistics.median(row["ms"]), row["weights"] or {}
-    cells = [row["row"], str(row["layers"]), f"{ms:.1f}"]
-    if nothing is None or row is nothing:
-        cells += [""] * 3
-    else:
-        compute_ms = statistics.median(nothing["ms"]) * row["layers"] / nothing["layers"]
-        law = law_ms(row, compute_ms)
-        cells += [f"{compute_ms:.1f}", f"{law:.1f}", f"{ms / law:.3f}"]
-    cells += [
-        f"{row['flop'] / ms / 1e9:.0f}",
-        *(f"{row[name] / GB:.2f}" for name in ("active_bytes", "reserved_bytes", "pinned_bytes")),
-        f"{row['host_bytes'] / GB:.2f}",
-        f"{weights.get('in_bytes', 0) / GB:.2f}",
-        f"{weights.get('stall_ms', 0):.1f}",
-        f"{row['build_s']:.1f}",
-    ]
-    return cells_line(cells)
+def derived(row: dict[str, Any], nothing: dict[str, Any] | None) -> dict[str, Any]:
+    """Compute is that of `nothing`, by layers."""
+    found = {"tflop_s": row["flop"] / row["step_ms"] / 1e9}
+    if nothing is None or row["row"] == "nothing":
+        return found
+    compute_ms = row["nothing_ms"] * row["layers"] / nothing["layers"]
+    law = law_ms(row, compute_ms)
+    return found | {"compute_ms": compute_ms, "law_ms": law, "over_law": row["step_ms"] / law}

@@ -8,21 +8,22 @@ One invariant: all rows make the same backwards, and no optimizer's step is in t
 from __future__ import annotations
 
 import argparse
-import statistics
 from typing import Any
 
 import torch
 from torch import nn
 
 import offload
-from bench.table import cells_line
-from bench.weights import GB, TINY, Model, Shape, compared, link_gb_s, run_steps, where_of
+from bench.table import Columns
+from bench.weights import TINY, Model, Shape, link_gb_s, run_steps, where_of
 
 ROWS = "nothing,host,clipped"
 MICROBATCHES = 4
 
-HEADER = (
-    "| row | ms | / nothing | active GB | reserved GB | gradients GB | in GB | out GB | stall ms | bits |"
+COLUMNS = Columns(
+    "row = row | ms = step_ms:.1f | / nothing = over:.3f | active GB = active_bytes:GB "
+    "| reserved GB = reserved_bytes:GB | gradients GB = gradient_bytes:GB | in GB = in_bytes:GB "
+    "| out GB = out_bytes:GB | stall ms = stall_ms:.1f | bits = compared"
 )
 
 
@@ -46,25 +47,12 @@ def run_row(options: argparse.Namespace) -> dict[str, Any]:
         model.zero_grad()
         offload.step_end()
 
-    found = run_steps(model, backward, step, warmup=options.warmup, samples=options.samples, device=device)
+    found = run_steps(model, backward, step, options, device)
     figures = None if handle is None else handle.gradients
     return found | {
-        "row": options.row,
         "link_gb_s": rate,
         "gradient_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
-        "moved": None if figures is None else (figures.in_bytes, figures.out_bytes, figures.stall_ms),
+        "gradients": figures
+        and {name: getattr(figures, name) for name in ("in_bytes", "out_bytes", "stall_ms")},
         "text": "" if handle is None else str(handle.explain()),
     }
-
-
-def line(row: dict[str, Any], nothing: dict[str, Any] | None) -> str:
-    ms = statistics.median(row["ms"])
-    ratio = "" if nothing is None else f"{ms / statistics.median(nothing['ms']):.3f}"
-    cells = [row["row"], f"{ms:.1f}", ratio, f"{row['active_bytes'] / GB:.2f}"]
-    cells += [f"{row['reserved_bytes'] / GB:.2f}", f"{row['gradient_bytes'] / GB:.2f}"]
-    if row["moved"] is None:
-        cells += [""] * 3
-    else:
-        in_bytes, out_bytes, stall_ms = row["moved"]
-        cells += [f"{in_bytes / GB:.2f}", f"{out_bytes / GB:.2f}", f"{stall_ms:.1f}"]
-    return cells_line([*cells, compared(row, nothing)])

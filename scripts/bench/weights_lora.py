@@ -91,9 +91,8 @@ def run_row(options: argparse.Namespace, quantize: str | None = None) -> dict[st
         optimizer.step()
         optimizer.zero_grad()
 
-    found = run_steps(model, backward, step, warmup=options.warmup, samples=options.samples, device=device)
+    found = run_steps(model, backward, step, options, device)
     return found | {
-        "row": options.row,
         "link_gb_s": rate,
         "blocks": shape.layers,
         **streamed(handle),
