@@ -49,7 +49,7 @@ from bench.run import (
     outcome,
     parser_of,
 )
-from bench.table import cells_line, reason_line, ruled
+from bench.table import Columns, reason_line
 from bench.weights import GB, Shape
 from bench.weights_70b import Unchecked
 from bench_model import Trainer
@@ -263,8 +263,15 @@ def requests(name: str, args: argparse.Namespace) -> Iterator[AutoRequest]:
             )
 
 
-HEADER = "| work | row | ms | active GB | in any step | passed its total | model-TFLOP/s | steps before |"
-ASKED = "| work | within GB | asked | measured | best split | its ms | auto's ms | passed | splits |"
+COLUMNS = Columns(
+    "work = work | row = label | ms = ms:.1f | active GB = active_bytes:GB "
+    "| in any step = active_any_bytes:GB | passed its total = passed | model-TFLOP/s = tflop_s:.0f "
+    "| steps before = steps"
+)
+ASKED = Columns(
+    "work = work | within GB = within | asked = asked:.3f | measured = measured:.3f | best split = best "
+    "| its ms = best_ms:.1f | auto's ms = ms:.1f | passed = passed | splits = splits"
+)
 
 
 def passed(row: dict[str, Any]) -> str:
@@ -276,10 +283,8 @@ def passed(row: dict[str, Any]) -> str:
 def line(row: dict[str, Any]) -> str:
     if row["status"] != "ok":
         return reason_line([row["work"], row["label"]], row)
-    cells = [row["work"], row["label"], f"{row['ms']:.1f}"]
-    cells += [f"{row[name] / GB:.2f}" for name in ("active_bytes", "active_any_bytes")]
     steps = f"{row['settle']}{'' if row.get('final', True) else ', not final'}"
-    return cells_line([*cells, passed(row), f"{row['tflop_s']:.0f}", steps])
+    return COLUMNS.line(row | {"passed": passed(row), "steps": steps})
 
 
 def compared(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -288,7 +293,7 @@ def compared(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for auto in rows:
         if auto["row"] != "auto" or auto["status"] != "ok":
             continue
-        total, best = auto["total_bytes"], None
+        total, best = auto["total_bytes"], ("no split fits, or none ran", None)
         fit = [
             each
             for each in rows
@@ -303,27 +308,20 @@ def compared(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             "work": auto["work"],
             "total_gb": total / GB,
             "asked": WORKS[auto["work"]].asked,
-            "measured": None if best is None else auto["ms"] / best[1],
-            "best": best,
+            "within": f"{total / GB:g}" if total else "none",
+            "measured": best[1] and auto["ms"] / best[1],
+            "best": best[0],
+            "best_ms": best[1],
             "ms": auto["ms"],
             "passed": passed(auto),
             "splits": len(fit),
         }
 
 
-def asked_line(one: dict[str, Any]) -> str:
-    cells = [one["work"], f"{one['total_gb']:g}" if one["total_gb"] else "none", f"{one['asked']:.3f}"]
-    if one["best"] is None:
-        cells += ["no split fits, or none ran", "", ""]
-    else:
-        cells += [f"{one['measured']:.3f}", one["best"][0], f"{one['best'][1]:.1f}"]
-    return cells_line([*cells, f"{one['ms']:.1f}", one["passed"], str(one["splits"])])
-
-
 def run_rows(run: Run) -> None:
     """Every work's rows, then what was asked for."""
     args = run.args
-    print(*run.header_lines(hardware()), ruled(HEADER), sep="\n", flush=True)
+    print(*run.header_lines(hardware()), COLUMNS.header, sep="\n", flush=True)
     for name in args.works:
         for request in requests(name, args):
             about = {"work": name, "row": request.row, "label": request.label}
@@ -331,7 +329,7 @@ def run_rows(run: Run) -> None:
             result = run.keep(about | run.measure(request, run_row, here=args.tiny))
             print(line(result), flush=True)
     run.record["asked"] = [*compared(run.results)]
-    print("", ruled(ASKED), *map(asked_line, run.record["asked"]), sep="\n", flush=True)
+    print("", ASKED.header, *map(ASKED.line, run.record["asked"]), sep="\n", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -37,7 +37,7 @@ from bench import gradients
 from bench.conflicts import CONFLICTS, stalls_ms
 from bench.options import add_options
 from bench.run import Run, hardware, main_of, outcome, parser_of
-from bench.table import cells_line, reason_line, ruled
+from bench.table import Columns, reason_line
 from bench.weights import TINY, Model, Shape, bits_of
 from offload import marks
 from offload.conductor import Conductor, ConductorConfig
@@ -50,9 +50,15 @@ BLOCK_WEIGHTS, TOKEN_S, SIM_GB_S = 233e6, 2 / 600e12, 50.7
 """Weights of a block of 7B, seconds of a forward a weight and token, and a simulated link each way."""
 PASSES = ("forward", "backward", "optimizer")
 WORKS = {"one": (4096, 28, 10), "three": (16384, 8, 4)}  # tokens, blocks, pairs of steps
-CONFLICT_HEADER = "| conflict | stall ms without | with | with / without | asked |"
+CONFLICTS_COLUMNS = Columns(
+    "conflict = conflict | stall ms without = without:.2f | with = with:.2f | with / without = ratio:.3f "
+    "| asked = asked"
+)
 ASKED = {"saturated": "begins within 20 ms"}
-HEADER = "| work | ms without | ms with | with / without | law ms | with / law | stall ms | denied | bits |"
+COLUMNS = Columns(
+    "work = work | ms without = without:.1f | ms with = with:.1f | with / without = ratio:.4f "
+    "| law ms = law_ms:.1f | with / law = over_law:.3f | stall ms = stalls | denied = denied | bits = same"
+)
 
 
 class WithHead(nn.Module):
@@ -239,10 +245,9 @@ def line(row: dict[str, Any]) -> str:
     without, with_it = statistics.median(row["without_ms"]), statistics.median(row["with_ms"])
     moved = Counter({tuple(name.split(" ")): nbytes for name, nbytes in row["moved"].items()})
     law_ms = law_seconds(row["compute_s"], moved) * 1e3
-    stall = f"{row['stall_ms']['without']:.1f} / {row['stall_ms']['with']:.1f}"
-    cells = [row["work"], f"{without:.1f}", f"{with_it:.1f}", f"{row['ratio']:.4f}", f"{law_ms:.1f}"]
-    cells += [f"{with_it / law_ms:.3f}", stall, str(row["denied"]), "equal" if row["bits"] else "DIFFER"]
-    return cells_line(cells)
+    found = {"without": without, "with": with_it, "law_ms": law_ms, "over_law": with_it / law_ms}
+    found["stalls"] = f"{row['stall_ms']['without']:.1f} / {row['stall_ms']['with']:.1f}"
+    return COLUMNS.line(row | found | {"same": "equal" if row["bits"] else "DIFFER"})
 
 
 def conflicts(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -258,9 +263,9 @@ def conflicts(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def conflict_line(row: dict[str, Any]) -> str:
-    without, with_it = row["stall_ms"]["without"], row["stall_ms"]["with"]
-    cells = [row["conflict"], f"{without:.2f}", f"{with_it:.2f}", f"{with_it / without:.3f}"]
-    return cells_line([*cells, ASKED.get(row["conflict"], "0.5")])
+    stalls = row["stall_ms"]
+    found = {"ratio": stalls["with"] / stalls["without"], "asked": ASKED.get(row["conflict"], "0.5")}
+    return CONFLICTS_COLUMNS.line(row | stalls | found)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -300,10 +305,10 @@ def run_works(bench_run: Run) -> None:
     print(*bench_run.header_lines(hardware()), sep="\n")
     works = [*WORKS, "conflicts"] if args.work is None else [args.work]
     if works != ["conflicts"]:
-        print(ruled(HEADER), flush=True)
+        print(COLUMNS.header, flush=True)
     for work in works:
         if work == "conflicts":
-            print(ruled(CONFLICT_HEADER))
+            print(CONFLICTS_COLUMNS.header)
             for row in conflicts(args):
                 print(conflict_line(bench_run.keep({"status": "ok", **row})), flush=True)
         else:

@@ -41,7 +41,7 @@ from bench.measure import Clock
 from bench.optim_work import ADAMW, TINY, FusedStack, OptimShape
 from bench.options import add_options
 from bench.run import Run, answer_child, hardware, main_of, parser_of
-from bench.table import reason_line, ruled
+from bench.table import Columns, reason_line
 from offload.optim import FSDPGPUOptimizerWrapper
 from parallel.launch import Rank, Ranks, choose_device, launched, ranks_from_environment, run_rank
 
@@ -177,6 +177,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parsed
 
 
+COLUMNS = Columns(
+    f"row = label | step ms = step_ms:.1f | step() ms = update_ms:.1f | / {PEER} = over:.3f "
+    "| active GB = active_peak:GB | reserved = reserved_peak:GB | pinned = pinned:GB | bits = bits"
+)
+
+
 def line(result: dict[str, Any], nothing: dict[str, Any] | None, peer_ms: float | None) -> str:
     label = f"{result['row']}, {result['threads']} threads" if result["row"] == PEER else result["row"]
     if result["status"] != "ok":
@@ -186,13 +192,15 @@ def line(result: dict[str, Any], nothing: dict[str, Any] | None, peer_ms: float 
         name: max(rank[name] for rank in ranks)
         for name in ("step_ms", "update_ms", "active_peak", "reserved_peak", "pinned")
     }
-    ratio = "" if peer_ms is None or result["row"] == PEER else f"{worst['step_ms'] / peer_ms:.3f}"
-    digests = [rank["digest"] for rank in ranks]
-    same = nothing is not None and digests == [rank["digest"] for rank in nothing["ranks"]]
-    bits = "" if nothing in (None, result) else "same" if same else "differ"
-    memory = " | ".join(f"{worst[name] / GB:.2f}" for name in ("active_peak", "reserved_peak", "pinned"))
-    times = f"{worst['step_ms']:.1f} | {worst['update_ms']:.1f}"
-    return f"| {label} | {times} | {ratio} | {memory} | {bits} |"
+    found = {"label": label, **worst}
+    if peer_ms is not None and result["row"] != PEER:
+        found["over"] = worst["step_ms"] / peer_ms
+    if nothing not in (None, result):
+        same = all(
+            one["digest"] == other["digest"] for one, other in zip(ranks, nothing["ranks"], strict=True)
+        )
+        found["bits"] = "same" if same else "differ"
+    return COLUMNS.line(found)
 
 
 def run_rows(run: Run) -> None:
@@ -203,7 +211,7 @@ def run_rows(run: Run) -> None:
     )
     print(*run.header_lines(hardware()), sep="\n")
     print(f"{args.ranks} ranks, {shape.parameters / GB:.2f} G parameters, {shape.sequence} tokens a rank")
-    print(ruled(f"| row | step ms | step() ms | / {PEER} | active GB | reserved | pinned | bits |"))
+    print(COLUMNS.header)
     nothing, peer_ms = None, None
     for row in (row for row in ROWS if row in args.rows):
         for threads in args.threads if row == PEER else args.threads[:1]:

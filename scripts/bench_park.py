@@ -46,7 +46,7 @@ from bench.run import (
     outcome,
     parser_of,
 )
-from bench.table import aligned, reason_of
+from bench.table import Columns, cells_line, reason_line
 from offload import OffloadConfig, OffloadEngine
 from offload.device.sim import SimDevice
 from offload.memory.budget import SharedHostBudget
@@ -64,8 +64,12 @@ ROWS = {
     "ranks": 0.6e9,
 }
 CYCLES, EARLY = 50, 3
-_NAMES = ("park s", "GB/s", "share", "release", "wake s", "GB/s", "share", "allocate", "first", "pin s")
-COLUMNS = (("row", -9), *((name, 9) for name in _NAMES))
+COLUMNS = Columns(
+    "row = row | park s = park_s:.3f | GB/s = park_rate:.1f | share = park_share:.3f "
+    "| release = release_s:.3f | wake s = wake_s:.3f | GB/s = wake_rate:.1f | share = wake_share:.3f "
+    "| allocate = allocate_s:.3f | first = first_s:.3f | pin s = first_pin_s:.3f | of GB = bytes:GB "
+    "| left MB = left_mb:.0f"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,13 +322,11 @@ def run_row(request: Request) -> dict[str, Any]:
 
 
 def line_of(result: dict[str, Any]) -> str:
-    name = f"{result['row']:10}"
     if result["status"] != "ok":
-        return f"{name} {reason_of(result)}"
+        return reason_line([result["row"]], result)
     if result["row"] == "cycles":
-        return (
-            f"{name} same bits: {result['same bits']}; cycle {EARLY} {result['early']}; last {result['late']}"
-        )
+        text = f"same bits: {result['same bits']}; cycle {EARLY} {result['early']}; last {result['late']}"
+        return cells_line(["cycles", text])
     if result["row"] == "ranks":
         shares = f"{result['park_share']:.3f} and {result['wake_share']:.3f} of the link together"
         seconds = ", ".join(
@@ -332,25 +334,19 @@ def line_of(result: dict[str, Any]) -> str:
             f"{each['links']['d2h'] / GB:.1f} and {each['links']['h2d'] / GB:.1f} GB/s"
             for each in result["ranks"]
         )
-        return f"{name} park and wake at {shares} ({seconds}); one budget kept: {result['one budget']}"
-    nbytes, second = result["bytes"], result.get("second", result)
-    first = result.get("first", {})
-    cells = [
-        result["row"],
-        *(f"{second['park_s']:.3f}", f"{nbytes / second['park_s'] / GB:.1f}"),
-        *(f"{result.get('park_share', 0):.3f}", f"{second['release_s']:.3f}"),
-        *(f"{second['wake_s']:.3f}", f"{nbytes / second['wake_s'] / GB:.1f}"),
-        *(f"{result.get('wake_share', 0):.3f}", f"{second.get('allocate_s', 0):.3f}"),
-        *(f"{first.get('park_s', 0):.3f}", f"{first.get('pin_s', 0):.3f}"),
-    ]
-    left = result.get("left_beside_weights")
-    beside = "" if left is None else f"  {nbytes / GB:.1f} GB, {left / 1e6:.0f} MB left on the device"
-    return aligned(cells, COLUMNS) + beside
+        text = f"park and wake at {shares} ({seconds}); one budget kept: {result['one budget']}"
+        return cells_line(["ranks", text])
+    nbytes, first = result["bytes"], result.get("first", {})
+    found = result | result.get("second", result)
+    found |= {f"{way}_rate": nbytes / found[f"{way}_s"] / GB for way in ("park", "wake")}
+    if "left_beside_weights" in result:
+        found["left_mb"] = result["left_beside_weights"] / 1e6
+    return COLUMNS.line(found | {"first_s": first.get("park_s"), "first_pin_s": first.get("pin_s")})
 
 
 def run_rows(run: Run) -> None:
     args = run.args
-    print(*run.header_lines(hardware()), aligned(["", *(name for name, _ in COLUMNS[1:])], COLUMNS), sep="\n")
+    print(*run.header_lines(hardware()), COLUMNS.header, sep="\n")
     for row in args.rows.split(","):
         request = Request(row, args.tiny, args.host_gb)
         result = run.measure(request, run_row, here=args.tiny and row != "ranks")

@@ -36,7 +36,7 @@ import torch
 
 from bench.options import add_options
 from bench.run import Run, check_names, hardware, main_of, parser_of
-from bench.table import cells_line, ruled
+from bench.table import Columns
 from bench.watermark_work import (
     GB,
     RowResult,
@@ -216,7 +216,7 @@ class Bench:
     def _show(self, name: str, spec: RowSpec, result: RowResult, *, beside: RowResult | None) -> None:
         rows = self.results[name]
         if not rows:
-            print("", name, ruled(HEADER), sep="\n", flush=True)
+            print("", name, COLUMNS.header, sep="\n", flush=True)
         rows.append(result)
         print(line(result, beside, spec), flush=True)
 
@@ -232,30 +232,24 @@ def _together(turns: Sequence[RowResult]) -> RowResult:
     )
 
 
-HEADER = (
-    "| row | ms | / beside | active GB | reserved GB | mark GB | moved GB | stall ms | latched GB "
-    "| times over | pinned GB |"
+COLUMNS = Columns(
+    "row = name | ms = median_ms:.1f | / beside = over:.3f | active GB = active_bytes:GB "
+    "| reserved GB = reserved_bytes:GB | mark GB = mark_bytes:GB | moved GB = moved_bytes:GB "
+    "| stall ms = stall_ms:.1f | latched GB = latched_bytes:GB | times over = times_over "
+    "| pinned GB = pinned_bytes:GB"
 )
 
 
 def line(result: RowResult, beside: RowResult | None, spec: RowSpec) -> str:
     if result.status != "ok":
         return f"| {result.name} | {result.status} |" + " |" * 9
-    ratio = "" if beside is None or beside.status != "ok" else f"{sum(result.ms) / sum(beside.ms):.3f}"
-    cells = [
-        result.name,
-        f"{result.median_ms:.1f}",
-        ratio,
-        f"{result.active_bytes / GB:.2f}",
-        f"{result.reserved_bytes / GB:.2f}",
-        f"{spec.high_bytes / GB:.2f}" if 0 < spec.high_bytes < 1 << 45 else "",
-        f"{result.moved_bytes / GB:.2f}",
-        f"{result.stall_ms:.1f}",
-        f"{result.details.get('latched_bytes', 0) / len(result.ms) / GB:.2f}",
-        f"{result.details.get('times_over', 0)}",
-        f"{result.pinned_bytes / GB:.2f}",
-    ]
-    return cells_line(cells)
+    found = asdict(result) | {"median_ms": result.median_ms}
+    if beside is not None and beside.status == "ok":
+        found["over"] = sum(result.ms) / sum(beside.ms)
+    if 0 < spec.high_bytes < 1 << 45:
+        found["mark_bytes"] = spec.high_bytes
+    found["latched_bytes"] = result.details.get("latched_bytes", 0) / len(result.ms)
+    return COLUMNS.line(found | {"times_over": result.details.get("times_over", 0)})
 
 
 def run_workloads(run: Run) -> None:
