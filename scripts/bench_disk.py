@@ -62,19 +62,17 @@ class Rates(NamedTuple):
 
 
 class PlainRow(NamedTuple):
-    """How plain calls are made. from_end: the last bytes of the file first, as a backward reads."""
+    """How plain calls are made."""
 
     name: str
     in_flight: int = 1
     one_buffer: bool = False
-    from_end: bool = False
 
 
 ONE, TWO = "O_DIRECT, one call in flight", "O_DIRECT, two calls in flight"
 PLAIN = (
     PlainRow(ONE),
     PlainRow(TWO, in_flight=2),
-    PlainRow("O_DIRECT, one in flight, from the end", from_end=True),
     PlainRow("O_DIRECT, one buffer", one_buffer=True),
 )
 HOST, DEVICE = "host and file", "device and file"
@@ -99,8 +97,6 @@ class PlainCalls:
         lent = [self._arena.take(step) for _ in starts] if not row.one_buffer else []
         hosts = [host.extents for host in lent if host is not None] or [[self._buffer]] * len(starts)
         calls = [*zip(hosts, starts, strict=True)]
-        if row.from_end:
-            calls.reverse()
         rates = []
         with ThreadPoolExecutor(row.in_flight) as threads:
             for move in (self._file.write, self._file.read):

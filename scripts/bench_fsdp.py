@@ -16,7 +16,6 @@ deterministic kernels are compared with the bits of the row nothing.
 from __future__ import annotations
 
 import argparse
-import functools
 import hashlib
 import os
 import statistics
@@ -40,10 +39,10 @@ from bench import gradients
 from bench.measure import Clock
 from bench.optim_work import ADAMW, TINY, FusedStack, OptimShape
 from bench.options import add_options
-from bench.run import Run, answer_child, hardware, main_of, parser_of
+from bench.run import Run, hardware, main_of, parser_of
 from bench.table import Columns, reason_line
 from offload.optim import FSDPGPUOptimizerWrapper
-from parallel.launch import Rank, Ranks, choose_device, launched, ranks_from_environment, run_rank
+from parallel.launch import Rank, Ranks, choose_device, launched
 
 GB = 1e9
 PEER, WRAPPER = "cpu_offload_policy", "wrapper"
@@ -230,11 +229,7 @@ def run_rows(run: Run) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = parse(arguments)
-    if args.child is not None:
-        ranks = ranks_from_environment()
-        run_rank(lambda: answer_child(args.child, functools.partial(answer, ranks=ranks)), ranks)
-    return main_of(__file__, args, arguments, run_rows)
+    return main_of(__file__, parse(arguments), arguments, run_rows, answer, ranks=True)
 
 
 if __name__ == "__main__":

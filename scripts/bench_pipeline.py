@@ -28,8 +28,7 @@ from typing import Any
 import torch
 
 from bench.options import RaisingParser, add_options
-from bench.run import Run, answer_child, check_positive, main_of, parser_of
-from parallel.launch import ranks_from_environment, run_rank
+from bench.run import Run, check_positive, main_of, parser_of
 from parallel.schedules import check_counts, schedule_named
 from pipelines import child, report
 from pipelines.memory import BlockFacts
@@ -193,13 +192,10 @@ def run_all(run: Run) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    if args.child is not None:
-        ranks = ranks_from_environment()
-        if args.tiny or not torch.cuda.is_available():
-            torch.set_num_threads(1)  # operations this small only lose by threads
-        answer = functools.partial(child.run, ranks=ranks, folder=args.child)
-        run_rank(lambda: answer_child(args.child, answer), ranks)
-    return main_of(__file__, args, arguments, run_all)
+    if args.child is not None and not torch.cuda.is_available():
+        torch.set_num_threads(1)  # operations this small only lose by threads
+    answer = functools.partial(child.run, folder=args.child)
+    return main_of(__file__, args, arguments, run_all, answer, ranks=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import importlib
 import json
 import math
@@ -98,17 +99,25 @@ def main_of(
     args: argparse.Namespace,
     arguments: list[str] | None,
     rows: Callable[[Run], int | None],
-    child: Callable[[Any], dict[str, Any] | None] | None = None,
+    child: Callable[..., dict[str, Any] | None] | None = None,
+    *,
+    ranks: bool = False,
 ) -> int:
     """Exit code of a benchmark: 2 where it cannot measure, 1 if a row failed.
 
     rows: measures and prints the rows of the run; returns an exit code to end with, else None.
     child: what a process of its own makes of one request; None for a script that starts none.
+    ranks: `child` is run by each rank that torchrun starts, and gets the ranks as `ranks`, too.
     """
     if args.tiny:
         torch.set_num_threads(1)  # operations this small only lose by threads
     if child is not None and args.child is not None:
-        return answer_child(args.child, child)
+        if not ranks:
+            return answer_child(args.child, child)
+        from parallel.launch import ranks_from_environment, run_rank
+
+        found = ranks_from_environment()
+        run_rank(lambda: answer_child(args.child, functools.partial(child, ranks=found)), found)
     if not args.tiny and not torch.cuda.is_available():
         print(NEEDS_GPU)
         return 2

@@ -21,7 +21,7 @@ def test_it_prints_the_rates_of_the_directory_and_of_the_engine_over_them(
     said = capsys.readouterr().out
     assert "32 MiB a step in tensors of 1, median of 1 turns" in said
     lines = said.splitlines()
-    rates = {line[:42].strip(): line[42:].split() for line in lines[3:9] + lines[10:-1]}
+    rates = {line[:42].strip(): line[42:].split() for line in lines[3:8] + lines[9:-1]}
     plain = [row.name for row in bench_disk.PLAIN]
     shares = [
         f"{row} / {calls}"
