@@ -33,7 +33,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,41 +57,6 @@ _PAIRS_S = 4.0  # no pair is begun after so many seconds, but for the least
 _CASES = ("small", "kept", "moved")
 """small: below the smallest size that may leave. kept: could leave, the plan keeps it (fraction 0). moved:
 leaves and comes back."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroCost:
-    """Microseconds a saved tensor, and a group, over the chain without marks."""
-
-    case: str
-    live: int
-    pairs: int
-    """Of a marked and a plain step."""
-    forward_us: float
-    backward_us: float
-    spread_us: float
-    """Between the quartiles of the pairs' own costs."""
-    collector_us: float
-    full_collections: int
-    """In all marked steps."""
-    group_us: float
-    """Two marks and the hooks, forward and backward."""
-    bare_us: float
-    """The bare calls of a move, measured beside these pairs."""
-    moved_share: float
-    """Of the saved tensors of the last step, how many left."""
-
-    @property
-    def own_us(self) -> float:
-        return self.forward_us + self.backward_us
-
-    @property
-    def total_us(self) -> float:
-        return self.own_us + self.collector_us
-
-    @property
-    def over_bare_us(self) -> float:
-        return self.total_us - self.bare_us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +216,7 @@ def measure_micro(lives: Sequence[int], *, tiny: bool) -> dict[str, Any]:
     the simulated device."""
     device = torch.device("cpu" if tiny else "cuda")
     seconds = {"set-up": 0.0, "steps": 0.0}
-    costs: list[MicroCost] = []
+    costs: list[dict[str, Any]] = []
     with Collector() as collector:
         bench = _Bench(
             device=device,
@@ -267,17 +232,13 @@ def measure_micro(lives: Sequence[int], *, tiny: bool) -> dict[str, Any]:
     return {
         "elements": bench.elements,
         "seconds": seconds,
-        "costs": [
-            asdict(cost)
-            | {"own_us": cost.own_us, "total_us": cost.total_us, "over_bare_us": cost.over_bare_us}
-            for cost in costs
-        ],
+        "costs": costs,
     }
 
 
 def _measure_case(
     bench: _Bench, case: str, live: int, bare: _BareCalls, seconds: dict[str, float], *, tiny: bool
-) -> MicroCost:
+) -> dict[str, Any]:
     """Pairs of a marked and a plain step with a manager of their own. seconds: added to, by what they went
     into."""
     import offload
@@ -323,23 +284,32 @@ def _cost_of(
     pairs: Sequence[tuple[_StepCost, _StepCost]],
     bare_us: float,
     moved_share: float,
-) -> MicroCost:
+) -> dict[str, Any]:
+    """Microseconds a saved tensor over the chain without marks, and a group (two marks and the hooks, forward
+    and backward). spread: between the quartiles of the pairs' own costs. moved_share: of the saved tensors of
+    the last step, how many left."""
     tensor_us = [marked.tensor_us(plain) for marked, plain in pairs]
     low, _, high = statistics.quantiles([sum(both) for both in tensor_us], n=4)
     collector_s = sum(marked.collector_s - plain.collector_s for marked, plain in pairs)
-    return MicroCost(
-        case=case,
-        live=live,
-        pairs=len(pairs),
-        forward_us=median([forward for forward, _ in tensor_us]),
-        backward_us=median([backward for _, backward in tensor_us]),
-        spread_us=high - low,
-        collector_us=collector_s / len(pairs) / num_tensors * 1e6,
-        full_collections=sum(marked.full_collections for marked, _ in pairs),
-        group_us=median([marked.group_us(plain) for marked, plain in pairs]),
-        bare_us=bare_us,
-        moved_share=moved_share,
-    )
+    forward_us, backward_us = (median(passes) for passes in zip(*tensor_us, strict=True))
+    collector_us = collector_s / len(pairs) / num_tensors * 1e6
+    own_us = forward_us + backward_us
+    return {
+        "case": case,
+        "live": live,
+        "pairs": len(pairs),
+        "forward_us": forward_us,
+        "backward_us": backward_us,
+        "own_us": own_us,
+        "spread_us": high - low,
+        "collector_us": collector_us,
+        "total_us": own_us + collector_us,
+        "full_collections": sum(marked.full_collections for marked, _ in pairs),
+        "group_us": median([marked.group_us(plain) for marked, plain in pairs]),
+        "bare_us": bare_us,
+        "over_bare_us": own_us + collector_us - bare_us,
+        "moved_share": moved_share,
+    }
 
 
 def micro_lines(result: dict[str, Any]) -> list[str]:
