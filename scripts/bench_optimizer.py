@@ -26,9 +26,8 @@ from bench.optim_child import OptimRequest
 from bench.optim_work import OPTIMIZERS
 from bench.options import add_options
 from bench.run import Run, check_names, hardware, main_of, parser_of
-from bench.table import reason_of
+from bench.table import Columns, reason_line
 
-GB = 1e9
 PARTS = ("alone", "training", "together")
 ALONE = ("gpu_fused", "ours_step", "ours_half", "torchao", "megatron")
 TRAINING = ("gpu_fused", "ours_step", "ours_forward", "ours_backward", "megatron")
@@ -70,24 +69,25 @@ def row(run: Run, **what: Any) -> dict[str, Any]:
     return run.keep({"request": what} | run.measure(request, optim_child.run, here=args.tiny))
 
 
-def print_row(label: str, result: dict[str, Any], baseline: dict[str, Any] | None, rest: str = "") -> None:
+COLUMNS = Columns(
+    "row = label | ms = step_ms:.1f | / GPU = over:.3f | / bound = over_bound:.3f "
+    "| active GB = active_peak:GB | reserved = reserved_peak:GB | pinned = pinned_bytes:GB "
+    "| host bytes a parameter = host_each:.2f "
+    "| step() ms = issue_ms:.1f | built in s = construct_s:.1f | groups moved GB = spill_bytes:GB "
+    "| their stall ms = stall_ms:.0f"
+)
+
+
+def print_row(label: str, result: dict[str, Any], baseline: dict[str, Any] | None, **more: float) -> None:
     if result["status"] != "ok":
-        print(f"  {label:<30} {reason_of(result)}", flush=True)
+        print(reason_line([label], result), flush=True)
         return
-    active, reserved, pinned = (
-        result[name] / GB for name in ("active_peak", "reserved_peak", "pinned_bytes")
-    )
-    over = "     -" if baseline is None else f"{result['step_ms'] / baseline['step_ms']:6.3f}"
-    host = (
-        f"  host {result['host_bytes'] / result['parameters']:.2f} B a parameter"
-        if "host_bytes" in result
-        else ""
-    )
-    print(
-        f"  {label:<30} {result['step_ms']:>8.1f} ms {over}  active {active:6.2f}  reserved {reserved:6.2f}"
-        f"  pinned {pinned:6.2f} GB{host}{rest}",
-        flush=True,
-    )
+    found = result | result.get("groups", {}) | more | {"label": label}
+    if baseline is not None:
+        found["over"] = result["step_ms"] / baseline["step_ms"]
+    if "host_bytes" in result:
+        found["host_each"] = result["host_bytes"] / result["parameters"]
+    print(COLUMNS.line(found), flush=True)
 
 
 def run_rows(
@@ -97,18 +97,15 @@ def run_rows(
     chosen = [name for name in names if run.args.rows is None or name in run.args.rows.split(",")]
     if not chosen:
         return
-    print(title)
+    print(title, COLUMNS.header, sep="\n")
     baseline: dict[str, Any] | None = None
     for name in chosen:
-        result = row(run, optimizer=name, **what)
-        rest = ""
+        result, more = row(run, optimizer=name, **what), {}
         if result["status"] == "ok":
             baseline = result if name == "gpu_fused" else baseline
             if bound_ms is not None and name.startswith("ours") and name != "ours_half":
-                rest = f"  {result['step_ms'] / bound_ms:.3f} of the bound"
-            if "issue_ms" in result:
-                rest += f"  step() {result['issue_ms']:.1f} ms, built in {result['construct_s']:.1f} s"
-        print_row(name, result, baseline, rest)
+                more = {"over_bound": result["step_ms"] / bound_ms}
+        print_row(name, result, baseline, **more)
 
 
 def run_alone(run: Run) -> None:
@@ -136,9 +133,10 @@ def run_training(run: Run) -> None:
 
 def run_together(run: Run) -> None:
     args = run.args
-    print(
+    title = (
         "together: groups of activations and the optimizer in one step; the ratio is over gpu_fused without"
     )
+    print(title, COLUMNS.header, sep="\n")
     baseline: dict[str, Any] | None = None
     for name, groups in TOGETHER:
         result = row(
@@ -149,16 +147,12 @@ def run_together(run: Run) -> None:
             sequence=args.sequence,
             microbatches=args.microbatches,
         )
-        rest = ""
         if result["status"] == "ok":
             baseline = baseline or result
-            if groups:
-                moved = result["groups"]
-                rest = f"  groups moved {moved['spill_bytes'] / GB:.1f} GB, stall {moved['stall_ms']:.0f} ms"
         lanes = {"": "", "one": " + groups, 1 pair", "two": " + groups, 2 pairs"}[groups]
         if name == "gpu_fused" and groups:
             lanes = " + groups"
-        print_row(name + lanes, result, baseline, rest)
+        print_row(name + lanes, result, baseline)
 
 
 def run_parts(run: Run) -> None:
