@@ -72,7 +72,9 @@ _OWN_CHECKPOINTING: dict[str, dict[str, Any]] = {
 """Rows of the library's own checkpointing, by what transformers' gets."""
 _WITHIN = ("rule", "auto", "auto_all", "trainstream")
 """Rows that have a total."""
-ROWS = ("plain", *_OWN_CHECKPOINTING, "torch_checkpoint", *PEERS, "hidden_states", *_WITHIN[:3])
+_MODES = ("checkpoint", "hidden_states")
+"""Rows of `offload.apply` without a total, which are modes."""
+ROWS = ("plain", *_OWN_CHECKPOINTING, "torch_checkpoint", *PEERS, *_MODES, *_WITHIN[:3])
 _SETTLING, _AUTO_LEAST, _AUTO_MOST, _AUTO_S = 4, 24, 90, 32.0
 """Steps before the timed ones. Of auto, at least so many, then until its plan is final, but no more, and not
 for longer."""
@@ -361,7 +363,7 @@ def _apply(trainer: Trainer, request: ModelRequest) -> offload.Applied:
         if request.row == "auto_all":
             smallest["optimizer"] = trainer.optimizer
         return offload.apply(model, mode="auto", device_total=f"{request.total_bytes}B", **smallest)
-    return offload.apply(model, mode="hidden_states", **smallest)
+    return offload.apply(model, mode=request.row, **smallest)
 
 
 def _gradients(request: ModelRequest, trainer: Trainer) -> dict[str, Any]:
