@@ -8,6 +8,7 @@ invariant: it is a lower bound. A plan or a measurement under it is an error of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from bench.mixed_bound import least_mixed_step
@@ -49,10 +50,11 @@ def least_step(
 
     def block(chunk: tuple[int, int]) -> Block:
         """One of equal parts of the chunk. Its seconds are in `rest_s`."""
-        nbytes = sum(group.nbytes for group in sizes[chunk])
-        reads = sum(group.w_bytes for group in sizes[chunk]) / max(1, nbytes)
-        menu = (Level("plain", nbytes / max(1, slices), 0.0),)
-        return Block(menu=menu, forward_s=0.0, backward_s=0.0, w_reads=reads)
+        part = sum(group.nbytes for group in sizes[chunk]) / max(1, slices)
+        # whole bytes, and no more than there are: else it would be no lower bound
+        reads = math.floor(sum(group.w_bytes for group in sizes[chunk]) / max(1, slices))
+        menu = (Level("plain", part, 0.0),)
+        return Block(menu=menu, forward_s=0.0, backward_s=0.0, w_reads=reads / part if part else 0.0)
 
     blocks = {action.chunk: [block(action.chunk)] * slices for action in actions}
     rest_s = dict(zip(actions, compute_s, strict=True))

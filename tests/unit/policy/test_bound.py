@@ -62,6 +62,13 @@ def test_one_pass_of_w1_cannot_take_less_than_its_copies() -> None:
     assert limit_s == pytest.approx(1.20, abs=0.005)  # 33.0 / 55.2 + 33.0 / 55.1
 
 
+def test_what_a_split_backward_reads_is_no_more_than_what_there_is() -> None:
+    """Halves of three bytes were read as two each, which four have room for."""
+    work = [Work(Action("F", 0, 0), 0.0, 3), Work(Action("I", 0, 0), 0.0, 3), Work(Action("W", 0, 0), 0.0, 3)]
+    found = least(work, Rates(d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0), 3, slices=2)
+    assert (found.step_s, found.moved_bytes) == (0.0, 0)
+
+
 def test_one_pass_that_moves_nothing_takes_its_compute() -> None:
     assert single_pass_limit_s(0.2, 0.39, 0, 55.2 * GB, 55.1 * GB) == pytest.approx(W1_COMPUTE_S)
 
