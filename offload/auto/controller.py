@@ -104,7 +104,7 @@ class Auto(Client):
         self.ladder: Ladder | None = None  # None where a device measures nothing
         self._measured = 0  # steps, of those that the rule is made from
         self._input_bytes = 0  # of the blocks of the last step
-        self._begin_bytes = 0  # active before the first block of the last step that was measured
+        self._begin_bytes = 0  # active before a forward's first block, the most in the last measured step
         self._shape: object = ()  # that the ladder is for
         self._shape_before: object = None
         self._clock = _Clock()
@@ -224,6 +224,8 @@ class Auto(Client):
         engine = self._attached()
         if engine is not None:
             self.memory.begin_step(engine)
+            if self.memory.is_measured:
+                self._begin_bytes = 0
             if self.ladder is not None:
                 self._clock.begins(engine.device)
 
@@ -346,15 +348,21 @@ class Auto(Client):
         return rule
 
     def _more_bytes(self, ladder: Ladder, chunk: ChunkKey) -> int:
-        """Bytes on the device before a forward, less those before the first one of the steps that were
-        measured. 0 for a chunk that had others before it in these, too, and where weights come and go."""
+        """Bytes on the device before a forward, less the most before one of the steps that were measured, and
+        a block's where weights come and go. 0 for a chunk that had others before it in these, too."""
         engine, chunks = self._attached(), () if ladder.trace is None else list(ladder.trace.kinds)
-        if engine is None or self.kinds is not None or chunk in chunks[1:]:
+        is_measured = self.memory.is_measured and chunk in chunks
+        if engine is None or (chunk in chunks[1:] and not is_measured):
             return 0
         active_bytes = engine.device.active_bytes()
-        if self.memory.is_measured and chunk in chunks:
-            self._begin_bytes = active_bytes
-        return active_bytes - self._begin_bytes if self._begin_bytes else 0
+        if is_measured:
+            self._begin_bytes = max(self._begin_bytes, active_bytes)
+        return active_bytes - self._most_before(0.0) if self._begin_bytes else 0
+
+    def _most_before(self, free_bytes: float) -> int:
+        """Bytes on the device before a forward at most, where a step leaves so many of the total."""
+        weights_bytes = 0 if self.kinds is None else self.kinds.first_bytes
+        return self._begin_bytes + weights_bytes + round(free_bytes)
 
     def _rest(self, engine: OffloadEngine, ladder: Ladder) -> None:
         """Blocks that run plain, under the rule that is settled, lose their hooks."""
@@ -371,7 +379,7 @@ class Auto(Client):
         alone = {stage: frozenset(names - others.get(stage, set())) for stage, names in plain.items()}
         most_bytes: float | None = None  # before a forward, of a model that has no other hook
         if ladder.keeps_all and self.total_bytes is not None:
-            most_bytes = self._begin_bytes + ladder.free_bytes() if self._begin_bytes else inf
+            most_bytes = self._most_before(ladder.free_bytes()) if self._begin_bytes else inf
         resting = self.rests.rest(alone, most_bytes, engine.device.active_bytes)
         for chunk, names in ran.items():
             calls.resting[chunk[0]] = {

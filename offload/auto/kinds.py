@@ -287,7 +287,7 @@ class Kinds:
         if whole_s is not None and not has_moved:
             self._took.setdefault(self.now, []).append(whole_s)
         if self._failed:
-            ladder.begin_again(-self._failed, self._first_bytes)
+            ladder.begin_again(-self._failed, self.first_bytes)
             shift(-self._failed)
             self._failed, self.is_open = 0, False
         if ladder.state is State.REFUSED:
@@ -359,11 +359,11 @@ class Kinds:
     def _go(self, split: Split, ladder: Ladder, shift: Callable[[int], None]) -> None:
         more = device_bytes(self.loads, split) - device_bytes(self.loads, self.now)
         self._due = split
-        ladder.begin_again(more, self._first_bytes)
+        ladder.begin_again(more, self.first_bytes)
         shift(more)
 
     @property
-    def _first_bytes(self) -> int:
+    def first_bytes(self) -> int:
         """Bytes by which weights may pass their share in the first step of another one: a block, whose memory
         is not free before compute has come past it. One H200, a 7 B shape with LoRA within 6 GB: 0.52 GB in
         that step, 0.23 in the next, none later."""

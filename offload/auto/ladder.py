@@ -222,18 +222,26 @@ class Ladder:
         is_least = not rule.num_plain and rule.moves
         if trace is None or not self.costs or rule.only is not None or is_least:
             return rule
-        if (factor <= 1.0 and more_bytes <= 0) or more_bytes <= self.free_bytes(factor):
+        if more_bytes <= self.free_bytes(factor):
             return rule
-        aim = self.total_bytes * _AIM - max(0.0, self._offset) * factor - more_bytes
+        aim = self._aim(factor) - more_bytes
         rule = fitting(trace, self.costs, aim, moves=rule.moves, factor=factor)
         is_over = not rule.num_plain and peak_bytes(trace, self.costs, rule, factor) > aim
         return rule._replace(moves=True) if is_over else rule  # the last resort is that inputs leave
 
     def free_bytes(self, factor: float = 1.0) -> float:
-        """Bytes that a step under the rule leaves of the total; below 0 where it passes it."""
+        """Bytes that may be on the device beside a step under the rule; below 0 where a longer one passes the
+        total. What the aim leaves is for what differs between steps: a loss that is kept, a batch that came
+        early."""
         assert self.trace is not None
-        aim = self.total_bytes * _AIM - max(0.0, self._offset) * factor
-        return aim - peak_bytes(self.trace, self.costs, self.rule, factor)
+        left = self._aim(factor) - peak_bytes(self.trace, self.costs, self.rule, factor)
+        return left if factor > 1.0 else max(0.0, left) + (1.0 - _AIM) * self.total_bytes
+
+    def _aim(self, factor: float) -> float:
+        """Bytes for the calculated peak of such a forward. What was calculated too high for the measured
+        length says nothing of a longer one."""
+        offset = self._offset if factor <= 1.0 else max(0.0, self._offset) * factor
+        return self.total_bytes * _AIM - offset
 
     def begin_again(self, more_bytes: int, first_bytes: int) -> None:
         """From the next step on other kinds take so many bytes more, or fewer: the rule is another one, and

@@ -559,6 +559,30 @@ def test_where_all_of_one_microbatch_fits_two_of_them_alive_keep_the_total_too(
     assert all(map(torch.equal, plain.weights(), weights))
 
 
+def test_gradients_that_are_added_to_are_not_more_on_the_device(
+    allocated: Callable[..., AllocatedRun],
+) -> None:
+    """Forwards of a step begin with the gradients of those before it, as they did when it was measured."""
+
+    def steps(run: AllocatedRun, count: int) -> None:
+        for _ in range(count):
+            run.device.reset_allocator_peak()
+            for _ in range(3):
+                run.model(torch.ones(ROWS, WIDTH)).square().mean().backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.peaks.append(run.device.peak)
+
+    plain = allocated(BLOCKS)
+    steps(plain, 3)
+    run = allocated(BLOCKS, device_total=f"{max(plain.peaks) + 1_000}B")
+    steps(run, 8)
+    assert run.ladder.keeps_all
+    for _ in range(3):
+        steps(run, 1)
+        assert run.num_hooks == run.own_hooks + 1
+
+
 def test_all_fits_where_a_step_of_the_measured_length_has_shown_it() -> None:
     """A shorter one did, and from then on nobody looked."""
     world = World(1_400)
