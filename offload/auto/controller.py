@@ -465,6 +465,8 @@ class Auto(Client):
                     ladder.no_plan()
             return
         if not found or not found.fits:
+            why = "no plan fits the total and the host memory that is pinned in time"
+            ladder.tried["plan"] = Tried(why, [])
             plan.follow_none()
             ladder.no_plan()
             return

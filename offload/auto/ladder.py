@@ -200,6 +200,8 @@ class Ladder:
             for tried in self.tried.values()
             if tried.seconds
         ]
+        if (plan := self.tried.get("plan")) is not None and not plan.seconds:
+            rows.append((plan.name, "", ""))
         state = _STATES[self.state]
         if self.state is State.SETTLED and self.keeps_all:
             state = "settled: all fits, so every block runs plain, without hooks, and report() counts no step"
@@ -379,7 +381,7 @@ class Ladder:
                 self.tried[name].seconds.append(facts.seconds_before)
         name = "plan" if self._ran_plan else self._name
         self._before = name, step.input_bytes
-        if facts.plan_is_new:  # of another plan
+        if facts.plan_is_new and name == "plan":  # of another plan
             self.tried.pop("plan", None)
         known = self.tried.get(name)
         seconds = [] if known is None else known.seconds

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from offload import PipelineOffloadManager
-from offload.auto.ladder import Ended, Facts, Ladder, State
+from offload.auto.ladder import Ended, Facts, Ladder, State, Tried
 from offload.errors import DeviceTotalError
 from offload.policy.rule import Cost, Rule, Trace, fitting, peak_bytes
 from tests.unit.groups.stack import build_manager
@@ -215,6 +215,14 @@ def test_the_first_step_of_another_split_leaves_what_weights_may_pass_their_shar
     assert 0 < ladder.rule.num_plain < before
     world.run(6)
     assert ladder.rule.num_plain == before, "once that was seen to take no more"
+
+
+def test_it_is_said_that_no_plan_fits() -> None:
+    world = World()
+    world.run(12)
+    world.ladder.tried["plan"] = Tried("no plan fits", [])
+    world.run(3)
+    assert "no plan fits" in world.ladder.text()
 
 
 def test_noise_between_steps_changes_nothing() -> None:
@@ -512,6 +520,7 @@ def test_a_plan_is_tried_only_where_the_host_holds_what_it_moves(
     assert run.ladder.follows_plan == (limit_bytes > 20_000)
     assert max(run.peaks) <= int(total[:-1])
     explained = run.handle.explain()
+    assert ("plan, as it is predicted" in str(explained)) == (explained.plan is None)
     if explained.plan is not None:
         assert f"Its steps took {run.seconds[-1] * 1e3:.1f} ms." in str(explained)
         slower = replace(explained, step_s=1.06 * explained.plan.predicted_step_s)
