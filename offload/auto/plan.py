@@ -308,12 +308,12 @@ class AutoPlan:
     def end(self) -> None:
         """Restore what a plan has changed of the engine. Takes no lock."""
         self._stop_search()
+        self._memory.give_limit_back()
+        self._memory.share.bound("again_room_bytes", None)
         manager = None if self._started is None else self._started()
         if manager is not None:
             manager.follower.start_from(None)
             self._started = None
-        self._memory.give_limit_back()
-        self._memory.share.bound("again_room_bytes", None)
 
     def _most_kept_bytes(self, plan: MixedPlan, limit_bytes: int) -> int:
         """That may stay at once until the groups have seen a step of these levels: what leaves room for the

@@ -220,11 +220,18 @@ class StepPlanner:
         self._cap_by_start()
 
     def start_from(self, plan: MixedPlan | None, most_kept_bytes: int = 0) -> None:
-        """Set what the steps that come are to follow; None: follow it no more. most_kept_bytes: that may stay
-        at once until such a step was seen. Takes no lock."""
+        """Set what the steps that come are to follow; None: follow it no more, once its device limit is gone,
+        with which its windows went. most_kept_bytes: that may stay at once until such a step was seen. Takes
+        no lock."""
         self._start, self._start_is_new = plan, plan is not None
         self._start_kept_bytes = most_kept_bytes
         self._cap_by_start()
+        if (
+            plan is None
+        ):  # its windows were for what it left free: until a step was seen without it, the least
+            self._fit_windows(0)
+            self.windows.bound("half_room_bytes", None)
+            self.windows.bound("kept_limit_bytes", None)
 
     def _cap_by_start(self) -> None:
         """Until such a step was seen: so much less stays as the limit is below what the plan takes."""

@@ -376,7 +376,9 @@ def test_nothing_that_a_plan_kept_stays_in_the_step_after_it() -> None:
         manager.follower.start_from(known_plan({}, saved_bytes, peak=saved_bytes), saved_bytes)
         driver.step(gpipe(1))
         assert manager.stats.kept_bytes
+        limits = manager.engine.limits
+        limits.follow(replace(manager.engine.config, device_limit_bytes=None))
         manager.follower.start_from(None)
-        manager.engine.limits.follow(replace(manager.engine.config, device_limit_bytes=None))
+        assert limits.max_restoring_bytes == 2 * manager.engine.config.piece_bytes, "not a GB ahead"
         driver.step(gpipe(1))
         assert (manager.stats.spill_bytes, manager.stats.kept_bytes) == (saved_bytes, 0)
