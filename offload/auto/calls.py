@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +49,8 @@ _PASSES = 3
 
 
 class Look:
-    """One forward or recompute of a block: seconds, and the device's active bytes at its begin and its end.
+    """One forward or recompute of a block: seconds, those of the host, and the device's active bytes at its
+    begin and its end.
 
     None where a graph is captured: what is captured is not run here. Blocks the host: never.
     """
@@ -58,9 +60,11 @@ class Look:
         self._start = None if device.is_capturing() else device.record(device.compute, timed=True)
         self._end: Event | None = None
         self.begin_bytes, self.end_bytes = device.active_bytes(), 0
+        self.host_s = -perf_counter()
 
     def end(self) -> None:
         """It is over."""
+        self.host_s += perf_counter()
         self.end_bytes = self._device.active_bytes()
         if self._start is not None:
             self._end = self._device.record(self._device.compute, timed=True)
@@ -346,6 +350,17 @@ class BlockCalls:
                 self._own[kind] = self._own[kind].timed(min(plain))
                 self._scaled.clear()
         return found
+
+    def launches(self) -> float:
+        """Host's seconds of the forwards that were looked at, over the device's, each kind where that is
+        least: a host that is far ahead waits for the device. As `costs`, before `end_looks`."""
+        host_s = device_s = 0.0
+        for looks in (self.looks or {}).values():
+            forwards = (look for _, look in looks.recomputed + looks.plain)
+            taken = [(look.host_s / seconds, seconds) for look in forwards if (seconds := look.seconds())]
+            device_s += sum(seconds for _, seconds in taken)
+            host_s += sum(min(taken)[0] * seconds for _, seconds in taken)
+        return host_s / device_s if device_s else 0.0
 
     def take_ran(self) -> dict[ChunkKey, list[Ran]]:
         """The calls of the step that ended, by chunk."""

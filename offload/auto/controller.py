@@ -47,6 +47,7 @@ from offload.modules.root import ModelRoot
 from offload.params.view import local_of
 from offload.planner.explained import Explanation
 from offload.policy.actions import ChunkKey
+from offload.policy.mixture import MixedPlan
 from offload.policy.rule import Rule, Trace, probes
 from offload.telemetry.records import StepStats
 from offload.telemetry.speaker import speaker
@@ -67,10 +68,14 @@ _PINNED_BYTES_PER_S = 17e9
 _MOST_PIECES = 12
 """Steps that a plan's memory is pinned beside, at most: it is to be judged by step 24."""
 
-_WORTH_A_TRIAL = 0.95
-"""Of the rule's measured step. The simulation is 2 to 4% off in either direction, and a trial takes five
-steps that may be half as long again. Of seven plans for models and totals that nobody tuned, predicted below
-the rule, each was slower by steps: by 6% (Llama 3 8B) to a factor of 2.7 (one H200, 2026-11-28)."""
+_WORTH_A_TRIAL = 0.99
+"""Of the rule's step."""
+
+_MOST_LAUNCHES = 0.15
+"""Of the device's seconds of a block, the host's, for a plan to be tried: each operator of a block that is
+recomputed in part, and each tensor that leaves, takes the host five to six times as long (one H200, W1 within
+17 GB: 170 ms a step of 29). Of plans for blocks that are nearer to the host's pace, predicted below the rule,
+each was slower by steps: ModernBERT 1.36, Gemma 3 1.42, another model 2.7 times (2026-11-28)."""
 
 _USUAL_LINK = 50e9  # bytes a second, where none was measured
 
@@ -311,6 +316,8 @@ class Auto(Client):
             rate = _USUAL_LINK if engine.rates is None else engine.rates.d2h_bytes_per_s
             ladder.bytes_per_s = rate
             ladder.costs = calls.costs(_kinds_of(ladder.trace), rate)
+            ladder.launches = calls.launches()
+            logger.info("auto: a block takes the host %.3f of the device's time", ladder.launches)
             ladder.pins = partial(_pins, weakref.ref(engine), weakref.ref(ladder))
             calls.end_looks()
             gc.collect()  # what was measured has left many objects: a full collection falls in this step
@@ -456,6 +463,11 @@ class Auto(Client):
                 ladder.no_plan()
             return
         rule_s = ladder.seconds()
+        if ladder.launches > _MOST_LAUNCHES and self.total_bytes is not None:
+            why = f"no plan: launch-bound, a block takes the host {ladder.launches:.2f} of the device's time"
+            ladder.tried["plan"] = Tried(why, [])
+            ladder.no_plan()
+            return
         most_new_bytes = _MOST_PIECES * _pinned_in(rule_s or 0.0)
         found = None if rule_s is None else plan.ready(manager, most_new_bytes)
         if found is None or rule_s is None:
@@ -471,7 +483,8 @@ class Auto(Client):
             ladder.no_plan()
             return
         engine, held_bytes = manager.engine, manager.engine.arena.held_bytes
-        is_slower = self.total_bytes is not None and found.predicted_step_s >= _WORTH_A_TRIAL * rule_s
+        compared_s = _seconds_under(ladder.rule, found) if plan.recent.lengths.vary else rule_s
+        is_slower = self.total_bytes is not None and found.predicted_step_s >= _WORTH_A_TRIAL * compared_s
         has_host = plan.has_host(engine, found, most_new_bytes)
         if has_host and not is_slower:
             if plan.pin(engine, found, _pinned_in(rule_s)):
@@ -483,7 +496,7 @@ class Auto(Client):
                 return  # the rest is pinned beside the next step
             has_host = False  # others hold it
         without = "" if has_host or is_slower else "; the host has no memory for it, or pins it for too long"
-        ladder.tried["plan"] = Tried(f"plan, as it is predicted{without}", [found.predicted_step_s])
+        ladder.tried["plan"] = Tried(f"plan, as it is predicted{without}", [(0, found.predicted_step_s)])
         plan.follow_none()
         ladder.no_plan()
 
@@ -561,6 +574,18 @@ def _pins(of: Callable[[], OffloadEngine | None], by: Callable[[], Ladder | None
 def _pinned_in(step_s: float) -> int:
     """Bytes that are pinned beside a step."""
     return round(_PINNED_A_STEP * step_s * _PINNED_BYTES_PER_S)
+
+
+def _seconds_under(rule: Rule, plan: MixedPlan) -> float:
+    """Seconds under the rule of the step that the plan is for, by the same calculation: where lengths vary,
+    no step that was measured is as long."""
+    again = (
+        block.menu[-1].recompute_s
+        for chunk, blocks in plan.problem.blocks.items()
+        for place, block in enumerate(blocks)
+        if not rule.is_plain(chunk, place)
+    )
+    return plan.plain_s + sum(again)
 
 
 def _kinds_of(trace: Trace) -> list[Any]:

@@ -55,7 +55,7 @@ _MOST_WAITS = 6
 """Steps beside which the host's memory for inputs is pinned; with less they stay where they are."""
 
 _ALIKE = 0.05
-"""Of the bytes of the traced step's inputs: a step that differs by more is compared with none."""
+"""Of the bytes of a step's inputs: steps that differ by more are not compared."""
 
 _NOT_SLOWER = 1.01
 """Without a total: a plan that frees memory for so much of the time is followed."""
@@ -92,8 +92,8 @@ class Ended(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Facts that one rank reports of a step. seconds_before: None where that step had other lengths than the
-    measured one, too. fits: the rules that fit it: the last blocks plain, the best of each kind, and these
+    """Facts that one rank reports of a step. seconds_before, bytes_before: of the step before it, and of its
+    inputs. fits: the rules that fit it: the last blocks plain, the best of each kind, and these
     while inputs leave. stay_fit: inputs may stay. may_move: the link has the time for those that leave.
     has_host: and the host the memory. is_shorter: than the measured one, so it says less of the rule."""
 
@@ -106,6 +106,7 @@ class Facts(NamedTuple):
     may_move: bool = True
     has_host: bool = False
     is_shorter: bool = False
+    bytes_before: int = 0
 
     @staticmethod
     def common(told: Sequence[Facts]) -> Facts:
@@ -127,15 +128,21 @@ class Facts(NamedTuple):
             all(facts.may_move for facts in told),
             all(facts.has_host for facts in told),
             any(facts.is_shorter for facts in told),
+            max(facts.bytes_before for facts in told),
         )
 
 
 class Tried(NamedTuple):
-    """A way that steps ran. seconds: of them. peak_bytes: active at most, of its last step."""
+    """A way that steps ran. steps: bytes of the inputs and seconds of each. peak_bytes: active at most, of
+    its last step."""
 
     name: str
-    seconds: list[float]
+    steps: list[tuple[int, float]]
     peak_bytes: int = 0
+
+    def seconds_like(self, nbytes: int) -> list[float]:
+        """Seconds of the last three steps whose inputs have about so many bytes."""
+        return [seconds for own, seconds in self.steps if abs(own - nbytes) <= _ALIKE * nbytes][-3:]
 
 
 class Ladder:
@@ -144,7 +151,8 @@ class Ladder:
     rule: that the next step runs, where it follows no plan. follows_plan: whether it does.
     trace: of the step that was measured, None before. costs: by kind of block, set once they are known.
     bytes_per_s: of the link to the host. has_no_room: it was refused, until steps are shorter. waits: nothing
-    finer than the rule is tried, since the total is still being shared with other kinds. pins: pins so many
+    finer than the rule is tried, since the total is still being shared with other kinds. launches: the host's
+    seconds of a block over the device's. pins: pins so many
     bytes for inputs, or a part of them beside this step, and returns whether they are there.
     """
 
@@ -156,6 +164,7 @@ class Ladder:
         self.trace: Trace | None = None
         self.costs: Mapping[Hashable, Cost] = {}
         self.bytes_per_s = inf
+        self.launches = 0.0
         self.has_no_room = self.waits = False
         self.pins: Callable[[int], bool] = lambda nbytes: True
         self.tried: dict[str, Tried] = {}
@@ -196,11 +205,11 @@ class Ladder:
     def text(self) -> str:
         """Describe in words what is done now, and what was tried."""
         rows = [
-            (tried.name, f"{median(tried.seconds[-3:]) * 1e3:.1f}", f"{tried.peak_bytes / 1e9:.2f}")
-            for tried in self.tried.values()
-            if tried.seconds
+            (tried.name, f"{seconds * 1e3:.1f}", f"{tried.peak_bytes / 1e9:.2f}")
+            for name, tried in self.tried.items()
+            if (seconds := self.seconds(name)) is not None
         ]
-        if (plan := self.tried.get("plan")) is not None and not plan.seconds:
+        if (plan := self.tried.get("plan")) is not None and not plan.steps:
             rows.append((plan.name, "", ""))
         state = _STATES[self.state]
         if self.state is State.SETTLED and self.keeps_all:
@@ -212,10 +221,13 @@ class Ladder:
         return f"{state}\n{table}"
 
     def seconds(self, name: str | None = None) -> float | None:
-        """Median seconds of a step that ran this way; None where none is known. name: None for the way that
-        is followed."""
+        """Median seconds of a step that ran this way, of those as long as the measured one where there are
+        such; None where none is known. name: None for the way that is followed."""
         tried = self.tried.get(self._name if name is None else name)
-        return median(tried.seconds[-3:]) if tried is not None and tried.seconds else None
+        if tried is None or not tried.steps:
+            return None
+        like = 0 if self.trace is None else self.trace.input_bytes
+        return median(tried.seconds_like(like) or [seconds for _, seconds in tried.steps[-3:]])
 
     def rule_for(self, factor: float, more_bytes: int = 0) -> Rule:
         """The rule of a forward with `factor` times as many tokens as the measured ones had, before which so
@@ -307,7 +319,7 @@ class Ladder:
             is_next = self.state is State.TRYING and self._rival is None and self._rivals[:1] == [2]
             has_host = is_next and may_move and self.pins(most)
         return Facts(
-            step.seconds_before if self._is_alike else None,
+            step.seconds_before,
             is_over,
             fits,
             step.plan_is_new,
@@ -316,6 +328,7 @@ class Ladder:
             may_move,
             has_host,
             trace is not None and step.input_bytes < (1.0 - _ALIKE) * trace.input_bytes,
+            0 if self._before is None else self._before[1],
         )
 
     @property
@@ -326,12 +339,6 @@ class Ladder:
     def _takes(self, rule: Rule) -> float:
         assert self.trace is not None
         return peak_bytes(self.trace, self.costs, rule)
-
-    @property
-    def _is_alike(self) -> bool:
-        """Predicate: the step before had the lengths of the measured one."""
-        before, like = self._before, 0 if self.trace is None else self.trace.input_bytes
-        return before is None or not like or abs(before[1] - like) <= _ALIKE * like
 
     def ended(self, step: Ended, facts: Facts) -> None:
         """A step has ended; decide how the next one runs. facts: of all ranks that decide together."""
@@ -378,14 +385,13 @@ class Ladder:
         if self._before is not None and facts.seconds_before is not None:
             name = self._before[0]
             if name in self.tried:
-                self.tried[name].seconds.append(facts.seconds_before)
+                self.tried[name].steps.append((facts.bytes_before, facts.seconds_before))
         name = "plan" if self._ran_plan else self._name
         self._before = name, step.input_bytes
         if facts.plan_is_new and name == "plan":  # of another plan
             self.tried.pop("plan", None)
         known = self.tried.get(name)
-        seconds = [] if known is None else known.seconds
-        self.tried[name] = Tried(name, seconds, step.peak_bytes)
+        self.tried[name] = Tried(name, [] if known is None else known.steps, step.peak_bytes)
 
     def _correct(self, facts: Facts) -> None:
         """The rule by the peak of the step that ran it."""
@@ -447,27 +453,35 @@ class Ladder:
 
     def _judge_plan(self, facts: Facts) -> None:
         self._plan_steps += 1
-        tried, rule_s = self.tried.get("plan"), self.seconds(name_of(self.rule)) or inf
-        known = [] if tried is None else tried.seconds[1:]  # in the first step the groups are new
+        over = self._over("plan", name_of(self.rule), median)[1:]  # in the first step the groups are new
         is_over = self._plan_steps >= _MOST_PLAN_STEPS
         if (facts.plan_is_final or is_over) and self._wins("plan", name_of(self.rule)):
             self._end_plan(follows=True)
-        elif is_over or (
-            len(known) > 1 and min(known[-2:]) >= (1.0 if facts.plan_is_final else _HOPELESS) * rule_s
-        ):
+        elif is_over or (len(over) > 1 and min(over[-2:]) >= (1.0 if facts.plan_is_final else _HOPELESS)):
             self._end_plan(follows=False)
 
     def _end_plan(self, *, follows: bool) -> None:
         self._has_tried_plan, self.follows_plan, self.state = True, follows, State.SETTLED
 
     def _wins(self, new: str, old: str) -> bool:
-        """Return True if the last two steps of the new way were faster than both of the old one."""
-        ours, theirs = (self.tried[name].seconds[-2:] if name in self.tried else [] for name in (new, old))
-        if len(ours) < 2 or len(theirs) < 2:
-            return False
-        if not self.is_asked and new == "plan":
-            return median(ours) <= _NOT_SLOWER * median(theirs)
-        return max(ours) < min(theirs, default=inf)
+        """Return True if the last two steps of the new way were faster than two as long of the old one."""
+        is_free = not self.is_asked and new == "plan"
+        over = self._over(new, old, median if is_free else min)[-2:]
+        return len(over) == 2 and (median(over) <= _NOT_SLOWER if is_free else max(over) < 1.0)
+
+    def _over(self, new: str, old: str, of: Callable[[Sequence[float]], float]) -> list[float]:
+        """Seconds of steps of the new way over the median, or the least, of the last two that were as long of
+        the old one, or, for a plan, where that has not two, of other rules. A step without two such is left
+        out."""
+        found, tried = [], self.tried
+        others = [tried[name] for name in tried if new == "plan" != name]
+        for nbytes, seconds in tried[new].steps if new in tried else ():
+            alike = tried[old].seconds_like(nbytes) if old in tried else []
+            if len(alike) < 2:
+                alike = [each for other in others for each in other.seconds_like(nbytes)]
+            if len(alike) > 1:
+                found.append(seconds / of(alike[-2:]))
+        return found
 
 
 def name_of(rule: Rule) -> str:

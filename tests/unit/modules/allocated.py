@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import offload
 from offload import PipelineOffloadManager
+from offload.auto import calls as auto_calls
 from offload.auto import plan as auto_plan
 from offload.auto.ladder import Ladder
 from offload.auto.plan import Beside
@@ -146,6 +147,7 @@ class AllocatedRun:
 def allocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AllocatedRun]]:
     """Builds a run; options: of `apply`, none for a run without. Searches are short and waited for."""
     monkeypatch.setattr(mixed_search, "_MOST_TRIALS", 40)
+    monkeypatch.setattr(auto_calls, "perf_counter", lambda: 0.0)  # the device's clock is not the host's
     monkeypatch.setattr(auto_plan, "Beside", lambda calculate, waits: Beside(calculate, waits=True))
     with installed(None), ExitStack() as stack:
 

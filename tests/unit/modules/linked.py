@@ -12,6 +12,7 @@ from torch import nn
 
 import offload
 from offload import PipelineOffloadManager
+from offload.auto import calls as auto_calls
 from offload.auto import plan as auto_plan
 from offload.auto.plan import Beside
 from offload.device.sim import SimDevice
@@ -86,6 +87,7 @@ def new_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Run]]
     """On a link of so many bytes a second, with a host that is ahead of the device. Searches are short and
     waited for."""
     monkeypatch.setattr(mixed_search, "_MOST_TRIALS", 40)
+    monkeypatch.setattr(auto_calls, "perf_counter", lambda: 0.0)  # the device's clock is not the host's
     monkeypatch.setattr(auto_plan, "Beside", lambda calculate, waits: Beside(calculate, waits=True))
     with installed(None):
         runs: list[Run] = []

@@ -3,6 +3,7 @@ real steps were faster with it."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Callable, Hashable
@@ -254,15 +255,21 @@ def test_inputs_that_leave_for_no_more_plain_blocks_stay_once_a_step_has_passed_
     assert not world.ladder.rule.moves
 
 
-def test_steps_of_other_lengths_are_compared_with_none_so_the_rule_stays() -> None:
+@pytest.mark.parametrize(("longest", "last"), [(900, "plan"), (1_400, "rule")])
+def test_a_plan_is_compared_with_steps_as_long_as_its_own_so_without_two_the_rule_stays(
+    longest: int, last: str
+) -> None:
+    """longest: bytes of the inputs of steps under the plan, where those before had 700 to 890."""
     world = World()
     world.plan_s = 0.5
     trace = world.ladder.trace
     assert trace is not None
     trace.input_bytes = 1_000
     for number in range(40):
-        world.step(input_bytes=700 + 10 * number % 200)
-    assert world.ways[-1] != "plan"
+        least = longest - 200 if world.ladder.follows_plan else 700
+        world.step(input_bytes=least + 10 * number % 200)
+    assert (world.ways[-1] == "plan") == (last == "plan")
+    assert "plan" in world.ways
     assert world.ladder.state is State.SETTLED
 
 
@@ -390,6 +397,35 @@ def test_lengths_that_vary_keep_within_the_total_with_the_bits_of_a_run_without(
         run.steps(1, rows=rows, seed=number)
     assert all(map(torch.equal, run.weights(), weights))
     assert max(run.peaks) <= int(total[:-1]) * 1.01
+
+
+def test_where_lengths_vary_a_plan_is_tried_that_is_faster_for_its_own_step(
+    allocated: Callable[..., AllocatedRun],
+) -> None:
+    """Its step is longer than most: it looked slower than a measured one of the rule, and was not tried."""
+    lengths = [tuple(8 + (3 * n + 5 * m) % 9 for m in range(2 + n % 2)) for n in range(24)]
+    plain = allocated(BLOCKS)
+    for number, rows in enumerate(lengths):
+        plain.steps(1, rows=rows, seed=number)
+    run = allocated(BLOCKS, rate=100 * RATE, device_total=f"{round(0.88 * max(plain.peaks))}B")
+    for number, rows in enumerate(lengths):
+        run.steps(1, rows=rows, seed=number)
+    assert all(map(torch.equal, run.weights(), plain.weights()))
+    assert run.ladder.follows_plan
+
+
+def test_no_plan_is_tried_where_the_host_hardly_keeps_ahead_of_the_device(
+    allocated: Callable[..., AllocatedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block takes the host a fifth of what it takes the device."""
+    plain_bytes, _ = plain_run(allocated, 4)
+    total = halfway(allocated, plain_bytes)
+    run, clock = allocated(BLOCKS, rate=100 * RATE, device_total=total), itertools.count(step=2e-4)
+    monkeypatch.setattr("offload.auto.calls.perf_counter", lambda: next(clock))
+    run.steps(16)
+    assert not run.ladder.follows_plan
+    assert run.handle is not None
+    assert "launch-bound, a block takes the host 0.20 of the device's time" in str(run.handle.explain())
 
 
 def test_a_forward_that_was_longer_than_the_measured_one_is_not_taken_for_it_once_all_hooks_rest(
@@ -525,6 +561,9 @@ def test_a_plan_is_tried_only_where_the_host_holds_what_it_moves(
         assert f"Its steps took {run.seconds[-1] * 1e3:.1f} ms." in str(explained)
         slower = replace(explained, step_s=1.06 * explained.plan.predicted_step_s)
         assert "launch-bound" in str(slower)
+        assert run.handle._auto is not None
+        run.handle._auto.plan.follow_none()
+        assert manager.engine.limits.max_restoring_bytes == 2 * 512, "pieces, until a step was seen"
     assert run.ladder.state is State.SETTLED
     assert all(map(torch.equal, run.weights(), weights))
 
