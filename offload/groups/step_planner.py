@@ -226,12 +226,8 @@ class StepPlanner:
         self._start, self._start_is_new = plan, plan is not None
         self._start_kept_bytes = most_kept_bytes
         self._cap_by_start()
-        if (
-            plan is None
-        ):  # its windows were for what it left free: until a step was seen without it, the least
+        if plan is None:  # what a step without it leaves free is not known yet
             self._fit_windows(0)
-            self.windows.bound("half_room_bytes", None)
-            self.windows.bound("kept_limit_bytes", None)
 
     def _cap_by_start(self) -> None:
         """Until such a step was seen: so much less stays as the limit is below what the plan takes."""
