@@ -326,6 +326,7 @@ class OffloadEngine:
         for what captured graphs own.
         """
         self.transfers.reclaim_freed()
+        self.store.waiting.clear()  # of groups that an exception left open
         leftovers = leftover_bytes = 0
         names: set[str] = set()
         for chunk in chunks:

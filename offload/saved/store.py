@@ -22,6 +22,7 @@ from __future__ import annotations
 import weakref
 from itertools import groupby
 from operator import attrgetter
+from threading import get_ident
 
 import torch
 
@@ -71,6 +72,8 @@ class TensorStore:
         self.piece_bytes = piece_bytes
         self._blanks: dict[torch.dtype, torch.Tensor] = {}
         self._layouts = Layouts()
+        self.waiting: dict[SavedGroup, int] = {}  # groups with a piece that is not full, and their threads
+        transfers.send_waiting = self.send_waiting
 
     # -- saving ----------------------------------------------------------------------------------------------
     def save(
@@ -230,6 +233,7 @@ class TensorStore:
             return
         group.pending.append(block)
         group.pending_bytes += nbytes
+        self.waiting[group] = get_ident()
         if (
             group.pending_bytes >= self.piece_bytes or self._transfers.over_limit
         ) and group.unwritten_until != _sequence_nr():
@@ -238,11 +242,21 @@ class TensorStore:
     def _send(self, group: SavedGroup) -> None:
         pending, group.pending = group.pending, []
         group.pending_bytes = 0
+        self.waiting.pop(group, None)
         for _, leaving in groupby(pending, attrgetter("lane")):  # nearly always one
             transfer = self._transfers.spill(list(leaving))
             if transfer is not None:
                 group.moved_bytes += transfer.nbytes
                 group.transfers.append(transfer)
+
+    def send_waiting(self) -> bool:
+        """Send the pieces of this thread that are not full, whichever group they are of, but for saves that
+        their operator may still write. Returns False if there are none. Blocks the host: never."""
+        own = [group for group, thread in self.waiting.items() if thread == get_ident()]
+        due = [group for group in own if group.unwritten_until != _sequence_nr()]
+        for group in due:
+            self._send(group)
+        return bool(due)
 
     def commit(self, group: SavedGroup) -> None:
         """No more saves will come: decide on partial views, and send what is left. Blocks the host: never."""

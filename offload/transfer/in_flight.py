@@ -13,9 +13,10 @@ added, room is made until the sum fits `device_limit_bytes`, in this order:
     2. Blocks that `reclaim` kept for their reader release theirs. Their copies to the host were never
        stopped.
     3. What was fetched ahead is dropped, the latest fetched first.
+    4. Pieces that are not full are sent and settled: those of groups around the one that saves, too.
 
 A prefetch stops after 1, and is not issued if the bytes do not fit. A save and a required read go through all
-three, and pass the limit if that was not enough.
+four, and pass the limit if that was not enough.
 
 # [Order: settle]
 # hazard  allocator reuse: the source goes back to compute's allocator while `d2h` still reads it.
@@ -63,6 +64,8 @@ class InFlight:
         self.freed_blocks: deque[DeviceBlock] = deque()  # appended to by finalisers, on any thread
         self.counts = TransferCounts()
         self._largest_bytes = 0  # of the step's storages so far, when they were saved
+        # the last resort of `_make_room`: spills what waits to be sent; False if nothing does
+        self.send_waiting: Callable[[], bool] = bool
         self.disk: DiskTier | None = None  # below the host memory, if there is one
         self.capture: CapturedGraph | None = None  # the one under way; captures.py
         self._captured: list[DeviceBlock] = []  # what it moves
@@ -228,7 +231,9 @@ class InFlight:
         if device_cap is None or over_bytes <= 0 or may_settle is not None:
             return over_bytes <= 0
         self._release_reclaimed(device_cap - nbytes)
-        return self.drop_furthest(self.device_bytes + nbytes - device_cap)
+        if self.drop_furthest(self.device_bytes + nbytes - device_cap):
+            return True
+        return self.send_waiting() and self._make_room(nbytes)
 
     def _release_reclaimed(self, device_bytes: int) -> None:
         """Settle spills whose blocks were reclaimed and are not read in part, the oldest first, until no more

@@ -6,14 +6,16 @@ not next. And between the halves of a split backward what was held back stays.
 
 from __future__ import annotations
 
+import random
 from functools import partial
+from typing import Any
 
 import pytest
 
 from offload.groups import timed
 from offload.groups.seen import StepClock
 from offload.policy.actions import Rates
-from offload.policy.mixture import choose_keeps
+from offload.policy.mixture import MixedPlan, choose_keeps
 from tests.inside import impose
 from tests.unit.groups.stack import (
     ROWS,
@@ -76,6 +78,44 @@ def test_limit_holds_in_every_step_of_a_schedule_with_two_stages_a_rank(
             assert manager.stats.device_bytes_peak <= limit_bytes
             assert manager.stats.refused == 0
         assert manager._planner._is_last, "no plan was made from times"
+    assert_same(expected, found)
+
+
+@pytest.mark.req("S2-98", "S3-76")
+@pytest.mark.parametrize("chunks", [0.6, 1.0])
+@pytest.mark.parametrize("seed", [1, 3])
+def test_limit_holds_whatever_the_times_that_a_plan_is_made_from(
+    seed: int, chunks: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a layer's norm saves is less than a piece, and waited for its commit, while the groups inside it
+    saved beside all that the plan keeps: nothing could make room, and the step passed the limit. chunks: as
+    above. seed: of the times."""
+    names, order, steps = ("block", "fc1", "act", "fc2"), one_f_one_b(4, 2), 4
+    expected = baseline(build_stages(1, 3, names), [order] * steps)
+    with installed(build_manager()) as manager:
+        Driver(build_stages(1, 3, names), announced=True).step(order)
+        limit_bytes = int(chunks * manager.stats.spill_bytes / 4)
+    pick = random.Random(seed)
+    seconds = {action: 10 ** pick.uniform(-6, 0) for action in order}
+    monkeypatch.setattr(StepClock, "end_step", lambda self: seconds)
+    plans: list[MixedPlan] = []
+
+    def choose(*given: Any, **named: Any) -> MixedPlan:
+        plans.append(choose_keeps(*given, max_trials=40, **named))
+        return plans[-1]
+
+    monkeypatch.setattr(timed, "choose_keeps", choose)
+    with installed(build_manager(device_limit_bytes=limit_bytes)) as manager:
+        rate = 10 ** pick.uniform(4, 8)
+        manager.engine.rates = Rates(d2h_bytes_per_s=rate, h2d_bytes_per_s=rate)
+        driver = Driver(build_stages(1, 3, names), announced=True)
+        found = []
+        for _ in range(steps):
+            manager.set_order(order)
+            found.append(driver.step(order))
+            assert manager.stats.device_bytes_peak <= limit_bytes
+            assert manager.stats.refused == 0
+    assert [plan.fits for plan in plans] == [True]
     assert_same(expected, found)
 
 
