@@ -9,8 +9,9 @@ writes the usual moves itself, without the call, after it has compared the state
        +------ reclaim ----+                    +------- drop: the host copy is clean ---+
 
 reclaim: its reader comes before its spill has been settled, so the block stays on the device. Without a host
-block it stays RESIDENT. Every state may end in RELEASED, which `reclaim_freed` writes: its readers are gone,
-or the step has ended.
+block it stays RESIDENT. If its spill is settled under a device limit before anything has read it, it is
+RESTORED, and can still be dropped. Every state may end in RELEASED, which `reclaim_freed` writes: its readers
+are gone, or the step has ended.
 
 A block holds the device bytes strongly only while RESIDENT, RESTORING or RESTORED. Bytes that leave are held
 by the transfer that moves them. A record that dies frees its block, as `free` does, on whichever thread that
@@ -232,13 +233,13 @@ class BlockState(Enum):
     SPILLING = auto()  # D2H issued; its transfer keeps the device storage alive
     SPILLED = auto()  # the host block holds the only copy that is ours
     RESTORING = auto()  # H2D issued; readers must wait for its event
-    RESTORED = auto()  # on the device again, in a new storage, and the compute lane is ordered after the copy
+    RESTORED = auto()  # on the device, the host copy is clean, and the compute lane is ordered after the copy
     RELEASED = auto()  # no more readers: they are gone, or the step has ended
 
 
 _S = BlockState
 LEGAL_MOVES: dict[BlockState, frozenset[BlockState]] = {
-    _S.RESIDENT: frozenset({_S.SPILLING, _S.RELEASED}),
+    _S.RESIDENT: frozenset({_S.SPILLING, _S.RESTORED, _S.RELEASED}),
     _S.SPILLING: frozenset({_S.SPILLED, _S.RESIDENT, _S.RELEASED}),
     _S.SPILLED: frozenset({_S.RESTORING, _S.RELEASED}),
     _S.RESTORING: frozenset({_S.RESTORED, _S.RELEASED}),

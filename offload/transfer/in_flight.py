@@ -272,7 +272,8 @@ class InFlight:
         """Keep a SPILLING block on the device, because it is about to be read.
 
         Its copy runs on unused: the spill holds the source until it is settled, and the block holds its host
-        bytes as long. Until then `_release_reclaimed` can still release the device bytes. Nothing is kept if
+        bytes as long. Until then `_release_reclaimed` can still release the device bytes; from then on, where
+        a device limit needs it and nothing has read the block, `drop_furthest` can. Nothing is kept if
         less of the device limit would be left than the largest block takes: RESIDENT bytes cannot make room
         while they are read, and the next read needs room.
         """
@@ -325,8 +326,14 @@ class InFlight:
                 self.device.note_free(transfer.lane, source)
             if block.state is BlockState.SPILLING:
                 block.state = BlockState.SPILLED  # `move_to`, without a call
-            # it stays, and its host block is for the next spill
             elif (block.host is not None or block.stored is not None) and _is_reclaimed(block, transfer):
+                if self.limits.device_limit_bytes is not None and block.unread == block.readers:
+                    block.state = BlockState.RESTORED  # as what was fetched ahead, it can be dropped
+                    self.resident_bytes -= block.nbytes
+                    self.restoring_bytes += block.nbytes
+                    self._ahead.append(block)
+                    continue
+                # it stays, and its host block is for the next spill
                 if self.disk is not None and block.stored is not None:
                     self.disk.forget(block)
                 elif block.host is not None:

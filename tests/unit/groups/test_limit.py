@@ -82,14 +82,16 @@ def test_limit_holds_in_every_step_of_a_schedule_with_two_stages_a_rank(
 
 
 @pytest.mark.req("S2-98", "S3-76")
-@pytest.mark.parametrize("chunks", [0.6, 1.0])
-@pytest.mark.parametrize("seed", [1, 3])
+@pytest.mark.parametrize(
+    ("piece_bytes", "chunks", "seed"), [(1024, 0.6, 1), (1024, 0.6, 3), (1024, 1.0, 1), (4096, 0.6, 19)]
+)
 def test_limit_holds_whatever_the_times_that_a_plan_is_made_from(
-    seed: int, chunks: float, monkeypatch: pytest.MonkeyPatch
+    piece_bytes: int, chunks: float, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a layer's norm saves is less than a piece, and waited for its commit, while the groups inside it
-    saved beside all that the plan keeps: nothing could make room, and the step passed the limit. chunks: as
-    above. seed: of the times."""
+    saved beside all that the plan keeps: nothing could make room, and the step passed the limit. With larger
+    pieces nothing could once a piece was settled of which the next backward's window had held back a part.
+    chunks: as above. seed: of the times."""
     names, order, steps = ("block", "fc1", "act", "fc2"), one_f_one_b(4, 2), 4
     expected = baseline(build_stages(1, 3, names), [order] * steps)
     with installed(build_manager()) as manager:
@@ -105,7 +107,7 @@ def test_limit_holds_whatever_the_times_that_a_plan_is_made_from(
         return plans[-1]
 
     monkeypatch.setattr(timed, "choose_keeps", choose)
-    with installed(build_manager(device_limit_bytes=limit_bytes)) as manager:
+    with installed(build_manager(piece_bytes=piece_bytes, device_limit_bytes=limit_bytes)) as manager:
         rate = 10 ** pick.uniform(4, 8)
         manager.engine.rates = Rates(d2h_bytes_per_s=rate, h2d_bytes_per_s=rate)
         driver = Driver(build_stages(1, 3, names), announced=True)

@@ -18,6 +18,7 @@ from offload.transfer.block import LEGAL_MOVES, BlockState, DeviceBlock
 S = BlockState
 LEGAL = {
     (S.RESIDENT, S.SPILLING),
+    (S.RESIDENT, S.RESTORED),
     (S.RESIDENT, S.RELEASED),
     (S.SPILLING, S.SPILLED),
     (S.SPILLING, S.RESIDENT),

@@ -341,6 +341,23 @@ def test_what_was_held_back_makes_room_for_a_save_that_finds_no_other(executor: 
     assert rig.restored_bytes == KIB
 
 
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_what_was_held_back_makes_room_after_its_spill_was_settled_for_others(executor: ExecutorName) -> None:
+    """It had given its host block back, and could make no room until its reader had it."""
+    rig, y = reclaimed(executor=executor, device_limit_bytes=2 * KIB, max_restoring_bytes=KIB)
+    rig.leave()
+    assert rig.states() == [BlockState.RESTORED]
+    with rig.group(leaves=False):
+        z = chain(leaf(), 2)
+    assert rig.states() == [BlockState.SPILLED, BlockState.RESIDENT, BlockState.RESIDENT]
+    assert rig.transfers.counts.device_bytes_peak == 2 * KIB
+    (y.sum() + z.sum()).backward()
+    assert rig.restored_bytes == KIB
+    del y, z
+    rig.transfers.reclaim_freed()
+    rig.assert_empty()
+
+
 def test_the_bytes_of_a_tensor_that_stayed_count_until_its_unused_copy_has_run() -> None:
     rig, y = reclaimed()
     del y

@@ -75,4 +75,4 @@ def test_a_move_that_a_state_does_not_allow_raises() -> None:
         with pytest.raises(
             RecordStateError, match=r"forward 0/saved#0\[0\] \(32,768 bytes\) cannot move RES"
         ):
-            record.move_to(State.RESTORED)
+            record.move_to(State.SPILLED)
