@@ -229,6 +229,8 @@ class Auto(Client):
         engine = self._attached()
         if engine is not None:
             self.memory.begin_step(engine)
+            if self.kinds is not None:
+                self.kinds.take_unused()
             if self.memory.is_measured:
                 self._begin_bytes = 0
             if self.ladder is not None:
@@ -322,9 +324,10 @@ class Auto(Client):
             calls.end_looks()
             gc.collect()  # what was measured has left many objects: a full collection falls in this step
         is_final = plan.is_final and manager.follower.planner.is_settled
-        step = Ended(peak_bytes, self._input_bytes, seconds_before, plan.is_new, is_final)
+        unused = 0 if self.kinds is None else self.kinds.take_unused()
+        step = Ended(peak_bytes, self._input_bytes, seconds_before, plan.is_new, is_final, unused)
         facts = self._ranks.common(ladder.facts(step))
-        if self._measured < 3 and not self._measure(engine, ladder, is_over=facts.is_over):
+        if self._measured < 3 and not self._measure(engine, ladder, unused, is_over=facts.is_over):
             return
         ladder.ended(step, facts)
         if self.kinds is not None and not calls.peers:  # which would have to move alike
@@ -395,9 +398,9 @@ class Auto(Client):
                 if name in resting
             }
 
-    def _measure(self, engine: OffloadEngine, ladder: Ladder, *, is_over: bool) -> bool:
-        """Begin the next of the steps that the rule is made from; True once all have run. is_over: the one
-        that has ended passed the total."""
+    def _measure(self, engine: OffloadEngine, ladder: Ladder, unused: int, *, is_over: bool) -> bool:
+        """Begin the next of the steps that the rule is made from; True once all have run. unused: bytes that
+        other kinds may yet take. is_over: the step that has ended passed the total."""
         calls, memory, trace = self.calls, self.memory, self.calls.trace
         self._measured += 1
         is_unknown = trace is not None and any(kind not in calls.profiles for kind in _kinds_of(trace))
@@ -430,6 +433,8 @@ class Auto(Client):
                 if ladder.has_no_room:
                     memory.no_room(of_any_rank=bool(calls.peers))
                 return False
+            trace.shift(unused)
+            memory.shift(unused)
             ladder.trace = trace
             if not calls.peers:  # which have other room
                 ladder.rule = probes(trace, calls.costs(_kinds_of(trace), _USUAL_LINK), ladder.total_bytes)

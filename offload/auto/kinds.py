@@ -15,6 +15,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from math import gcd
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -166,6 +168,9 @@ def place(
         split, able = split._replace(gradients=True), waiting
     if (split == all_of(loads) and choice is None) or not (loads.weights or loads.gradients or loads.state):
         return None  # what is placed by hand stays so
+    if choice is not None and not is_by_hand:  # no plan takes a part of a block
+        part = gcd(*chain(*sizes_of(choice))) or 1
+        split = split._replace(weights=split.weights - split.weights % part)
     limit = limit_bytes if is_by_hand else split.weights
     return Placed(choice, slab, limit, able, split.state < loads.state, loads, split)
 
@@ -275,7 +280,14 @@ class Kinds:
         self._handle = register_optimizer_step_post_hook(weakly(self._stepped))
         weakref.finalize(self, self._handle.remove).atexit = False
 
-    # -- a step has ended ------------------------------------------------------------------------------------
+    # -- a step ----------------------------------------------------------------------------------------------
+    def take_unused(self) -> int:
+        """Return the bytes of the weights' share that none of them had since the last call. A later plan of
+        theirs may have them."""
+        weights = self._streams.weights
+        used = self.now.weights if weights is None else weights.take_peak()
+        return max(0, self.now.weights - used)
+
     def step_ended(self, ladder: Ladder, whole_s: float | None, shift: Callable[[int], None]) -> None:
         """Decide by whole steps whether another split is tried, or the first one comes back. whole_s: seconds
         of the step before, from its begin to the begin of the one that has ended. shift: is told the bytes
@@ -308,12 +320,12 @@ class Kinds:
             if not self._asked and weights is not None and ladder.costs and weights.measured_s is not None:
                 weights.measure_anew()  # under the rule: what was measured recomputed every block
                 self._asked = True
-            if weights is None or (self._asked and weights.measured_s is not None):
-                self._take_planned()
             splits = self._shared(ladder)
             if (splits is None or len(took) < _STEPS) and self._waited < _PATIENCE:
                 return
-            self._tried = self.now if not splits else splits[0][1]
+            first = self.first_bytes
+            fit = (of for _, of in splits or () if ladder.recompute_s(self._more(of) + first) is not None)
+            self._tried = next(fit, self.now)
             if self._tried == self.now:
                 self.is_open = False
             else:
@@ -344,21 +356,12 @@ class Kinds:
             return [(0.0, limit) for limit in limits]
         return stream.planned(limits, longer)
 
-    def _take_planned(self) -> None:
-        """Reduce the weights' share to what their plan uses: a later plan of theirs that took the rest would
-        pass the total."""
-        before, planned = self.now, self._planned([self.now.weights])
-        if planned is None or planned[0][1] >= before.weights:
-            return
-        self.now = before._replace(weights=planned[0][1])
-        self._first = self.now if self._first == before else self._first
-        self._took[self.now] = self._took.pop(before, [])
-        assert self._streams.weights is not None
-        self._streams.weights.resize(self.now.weights)
+    def _more(self, split: Split) -> int:
+        """Bytes on the device that the split has more than the one that is in place."""
+        return device_bytes(self.loads, split) - device_bytes(self.loads, self.now)
 
     def _go(self, split: Split, ladder: Ladder, shift: Callable[[int], None]) -> None:
-        more = device_bytes(self.loads, split) - device_bytes(self.loads, self.now)
-        self._due = split
+        more, self._due = self._more(split), split
         ladder.begin_again(more, self.first_bytes)
         shift(more)
 

@@ -82,13 +82,15 @@ _STATES = {
 class Ended(NamedTuple):
     """A whole step. peak_bytes: active at most. input_bytes: of its blocks, the measure of its tokens.
     seconds_before: of the step before it, None where they are not known. plan_is_new, plan_is_final: where
-    it followed a plan, whether for the first time, and whether no other one will be made."""
+    it followed a plan, whether for the first time, and whether no other one will be made. unused_bytes: of
+    other kinds' shares, which a later step may take."""
 
     peak_bytes: int
     input_bytes: int
     seconds_before: float | None
     plan_is_new: bool = False
     plan_is_final: bool = False
+    unused_bytes: int = 0
 
 
 class Facts(NamedTuple):
@@ -239,8 +241,13 @@ class Ladder:
         if more_bytes <= self.free_bytes(factor):
             return rule
         aim = self._aim(factor) - more_bytes
-        rule = fitting(trace, self.costs, aim, moves=rule.moves, factor=factor)
-        is_over = not rule.num_plain and peak_bytes(trace, self.costs, rule, factor) > aim
+        return self._within(aim, rule.moves, factor=factor)
+
+    def _within(self, aim: float, moves: bool, by_kind: bool = True, factor: float = 1.0) -> Rule:
+        """The rule for a calculated peak of so many bytes."""
+        assert self.trace is not None
+        rule = fitting(self.trace, self.costs, aim, moves=moves, by_kind=by_kind, factor=factor)
+        is_over = not rule.num_plain and peak_bytes(self.trace, self.costs, rule, factor) > aim
         return rule._replace(moves=True) if is_over else rule  # the last resort is that inputs leave
 
     def free_bytes(self, factor: float = 1.0) -> float:
@@ -267,18 +274,19 @@ class Ladder:
         self._has_tried_plan, self._before, self._waited = False, None, 0
         self._offset = max(0.0, self._offset)
         aim = self.total_bytes * _FIRST_AIM - self._offset - first_bytes
-        moves, by_kind = _WAYS[self._at]
-        self.rule = fitting(self.trace, self.costs, aim, moves=moves, by_kind=by_kind)
+        self.rule = self._within(aim, *_WAYS[self._at])
+        self._at = 2 if self.rule.moves else self._at
 
     def recompute_s(self, more_bytes: int) -> float | None:
-        """Seconds of recomputes where other kinds take so many bytes more than now; None where no rule
-        fits."""
+        """Seconds of recomputes where other kinds take so many bytes more than now; None where no rule fits:
+        not the one that was measured, whatever others have taken less than was calculated."""
         assert self.trace is not None
-        aim = self.total_bytes * _FIRST_AIM - self._offset - more_bytes
+        aim = self.total_bytes * _FIRST_AIM - more_bytes
         moves, by_kind = _WAYS[self._at]
-        if peak_bytes(self.trace, self.costs, Rule(moves=moves)) > aim:
+        least = peak_bytes(self.trace, self.costs, Rule(moves=moves or self.trace.moves))
+        if least > aim - max(0.0, self._offset):
             return None
-        rule = fitting(self.trace, self.costs, aim, moves=moves, by_kind=by_kind)
+        rule = fitting(self.trace, self.costs, aim - self._offset, moves=moves, by_kind=by_kind)
         return sum(
             self.costs[kind].again_s
             for chunk, kinds in self.trace.kinds.items()
@@ -293,16 +301,17 @@ class Ladder:
         is_over = step.peak_bytes > self.total_bytes
         if trace is not None and self.costs and (is_over or self.state is not State.SETTLED):
             measured = self.state is not State.MEASURE
+            peak = step.peak_bytes + step.unused_bytes
             if step.peak_bytes and measured and not self._ran_plan:
                 factor = step.input_bytes / max(1, trace.input_bytes)
                 if abs(factor - 1.0) <= _ALIKE:
                     said = peak_bytes(trace, self.costs, self.rule_for(factor), factor)
                     if is_over and self._looks:  # once more: what fewer plain blocks take tells no more
-                        self._least_offset = max(self._least_offset, step.peak_bytes - said)
-                    self._offset = max(self._least_offset, step.peak_bytes - said)
+                        self._least_offset = max(self._least_offset, peak - said)
+                    self._offset = max(self._least_offset, peak - said)
                 elif is_over:  # more microbatches, or fewer blocks: what of it is longer is not known
                     said = peak_bytes(trace, self.costs, self.rule)
-                    self._least_offset = self._offset = max(self._offset, step.peak_bytes - said)
+                    self._least_offset = self._offset = max(self._offset, peak - said)
             aims = (_AIM if measured and at == self._at else _FIRST_AIM for at in range(len(_WAYS)))
             fits = tuple(
                 fitting(

@@ -397,6 +397,12 @@ class WeightStream(Client):
             if self._step is not None:
                 self._plan_with(self._step)
 
+    def take_peak(self) -> int:
+        """Return bytes of the weights that were on the device at most since the last call."""
+        residency = self.residency
+        peak, residency.present_bytes_peak = residency.present_bytes_peak, residency.present_bytes
+        return peak + self.experts.window.held_bytes
+
     def measure_anew(self) -> None:
         """One of the next steps is measured: blocks compute for another time than they did."""
         with self._lock:
