@@ -71,11 +71,12 @@ _MOST_PIECES = 12
 _WORTH_A_TRIAL = 0.99
 """Of the rule's step."""
 
-_MOST_LAUNCHES = 0.15
-"""Of the device's seconds of a block, the host's, for a plan to be tried: each operator of a block that is
-recomputed in part, and each tensor that leaves, takes the host five to six times as long (one H200, W1 within
-17 GB: 170 ms a step of 29). Of plans for blocks that are nearer to the host's pace, predicted below the rule,
-each was slower by steps: ModernBERT 1.36, Gemma 3 1.42, another model 2.7 times (2026-11-28)."""
+_MOST_LAUNCHES = 0.3
+"""Of the device's seconds of a block, the host's in the first steps, for a plan to be tried: each operator of
+a block that is recomputed in part, and each tensor that leaves, takes the host five to six times as long (W1
+within 17 GB: 170 ms a step of 29). One H200, 2026-11-28: 0.012 for the blocks of README's example and 0.12 to
+0.13 for those of W1 and W2, whose plans win; 0.67 for Whisper's. Of plans that were predicted below the rule,
+ModernBERT's took 1.36 of it, Gemma 3's 1.42, and another model's 2.7."""
 
 _USUAL_LINK = 50e9  # bytes a second, where none was measured
 

@@ -276,6 +276,7 @@ class Kinds:
         self._waited = 0
         self._asked = False  # for a step under the rule to be measured
         self._tried: Split | None = None
+        self._judged = False  # by its steps
         self.is_open = True
         self._handle = register_optimizer_step_post_hook(weakly(self._stepped))
         weakref.finalize(self, self._handle.remove).atexit = False
@@ -326,28 +327,53 @@ class Kinds:
             first = self.first_bytes
             fit = (of for _, of in splits or () if ladder.recompute_s(self._more(of) + first) is not None)
             self._tried = next(fit, self.now)
-            if self._tried == self.now:
-                self.is_open = False
-            else:
+            if self._tried != self.now:
                 self._go(self._tried, ladder, shift)
-        elif len(took) >= _STEPS or self._waited >= 2 * _PATIENCE:
-            before = self._took.get(self._first, [])
+        elif not self._judged:
+            if len(took) < _STEPS and self._waited < 2 * _PATIENCE:
+                return
+            self._judged, before = True, self._took.get(self._first, [])
             if len(took) > 1 and len(before) > 1 and median(took[-2:]) > median(before[-2:]):
                 self._go(self._first, ladder, shift)
-            self.is_open = False
+        else:
+            all_stay = self.now.weights == self.loads.weights
+            if not (self._is_measured or all_stay) and self._waited < 2 * _PATIENCE:
+                return
+            self.is_open, unused = False, self._unused(ladder)
+            if unused:  # blocks may have it
+                self._go(self.now._replace(weights=self.now.weights - unused), ladder, shift)
+
+    def _unused(self, ladder: Ladder) -> int:
+        """Bytes of the weights' share that their plan leaves, also once as many more blocks run plain."""
+        stream, limit, unused = self._streams.weights, self.now.weights, 0
+        again_s, compute_s = ladder.recompute_s(0), None if stream is None else stream.measured_s
+        if not compute_s or again_s is None:
+            return 0
+        for _ in range(2):
+            shorter_s = again_s - (ladder.recompute_s(-unused) or 0.0)
+            planned = self._planned([limit], max(0.0, 1.0 - shorter_s / compute_s))
+            if planned is None:
+                return 0
+            unused = max(0, limit - planned[0][1])
+        return unused
 
     def _shared(self, ladder: Ladder) -> list[tuple[float, Split]] | None:
         """The splits that fit, the shortest first by calculation; None while what that needs is not
         known."""
         rates = self._engine.rates
         stream = self._streams.weights
-        is_known = stream is None or not self.loads.weights or stream.measured_s is not None
-        if rates is None or not ladder.costs or not is_known:
+        if rates is None or not ladder.costs or not self._is_measured:
             return None
         both = rates.h2d_bytes_per_s, rates.d2h_bytes_per_s
         compute_s = 0.0 if stream is None else stream.measured_s or 0.0
         at = self._planned
         return shared(self.loads, self.now, both, lambda *of: at(*of) or [], ladder.recompute_s, compute_s)
+
+    @property
+    def _is_measured(self) -> bool:
+        """Predicate: what blocks compute between their waits for weights is known for the split of now."""
+        stream = self._streams.weights
+        return stream is None or not self.loads.weights or stream.measured_s is not None
 
     def _planned(self, limits: Sequence[int], longer: float = 1.0) -> Sequence[tuple[float, int]] | None:
         """Seconds and bytes for each limit (`WeightStream.planned`); weights placed by hand stay so."""

@@ -337,6 +337,32 @@ def test_the_total_holds_in_the_steps_around_a_move_of_frozen_weights(
         assert kinds.now != first
 
 
+def test_what_the_plan_of_weights_leaves_of_their_share_blocks_have(
+    allocated: Callable[..., AllocatedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made anew under the split that is followed, and may take less: that was left unused for good."""
+    run = allocated(blocks=20, rate=1.7e6)
+    for block in run.model.layers:
+        block.requires_grad_(False)
+    trained_ones = [own for own in run.model.parameters() if own.requires_grad]
+    run.optimizer = torch.optim.AdamW(trained_ones, lr=0.1, fused=True)
+    arguments: Any = {"min_numel": 1, "optimizer": run.optimizer, "device_total": "140000B"}
+    with offload.apply(run.model, "auto", **arguments) as run.handle:
+        assert run.handle._auto is not None
+        kinds = run.handle._auto.kinds
+        assert kinds is not None
+        trained(run, one, 8)
+        share, before, weights = kinds.now.weights, run.ladder.rule.num_plain, kinds._streams.weights
+        assert weights is not None
+        less = share - 2 * kinds.first_bytes
+        monkeypatch.setattr(weights, "planned", lambda limits, longer=1.0: [(0.0, less) for _ in limits])
+        trained(run, one, 12)
+        assert (kinds.now.weights, weights.limit_bytes) == (less, less)
+        assert run.ladder.rule.num_plain > before
+        assert max(run.peaks) <= 140_000
+        assert not kinds.is_open
+
+
 def test_without_a_total_it_is_what_the_device_has_and_least_is_another_aim(
     allocated: Callable[..., AllocatedRun],
 ) -> None:

@@ -417,15 +417,15 @@ def test_where_lengths_vary_a_plan_is_tried_that_is_faster_for_its_own_step(
 def test_no_plan_is_tried_where_the_host_hardly_keeps_ahead_of_the_device(
     allocated: Callable[..., AllocatedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block takes the host a fifth of what it takes the device."""
+    """A block takes the host 0.4 of what it takes the device."""
     plain_bytes, _ = plain_run(allocated, 4)
     total = halfway(allocated, plain_bytes)
-    run, clock = allocated(BLOCKS, rate=100 * RATE, device_total=total), itertools.count(step=2e-4)
+    run, clock = allocated(BLOCKS, rate=100 * RATE, device_total=total), itertools.count(step=4e-4)
     monkeypatch.setattr("offload.auto.calls.perf_counter", lambda: next(clock))
     run.steps(16)
     assert not run.ladder.follows_plan
     assert run.handle is not None
-    assert "launch-bound, a block takes the host 0.20 of the device's time" in str(run.handle.explain())
+    assert "launch-bound, a block takes the host 0.40 of the device's time" in str(run.handle.explain())
 
 
 def test_a_forward_that_was_longer_than_the_measured_one_is_not_taken_for_it_once_all_hooks_rest(
