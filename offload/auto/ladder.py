@@ -489,7 +489,8 @@ class Ladder:
             if len(alike) < 2:
                 alike = [each for other in others for each in other.seconds_like(nbytes)]
             if len(alike) > 1:
-                found.append(seconds / of(alike[-2:]))
+                theirs = of(alike[-2:])
+                found.append(seconds / theirs if theirs else inf)  # of a device without a clock
         return found
 
 

@@ -73,7 +73,7 @@ class TensorStore:
         self._blanks: dict[torch.dtype, torch.Tensor] = {}
         self._layouts = Layouts()
         self.waiting: dict[SavedGroup, int] = {}  # groups with a piece that is not full, and their threads
-        transfers.send_waiting = self.send_waiting
+        transfers.waiting, transfers.send_waiting = self.waiting, self.send_waiting
 
     # -- saving ----------------------------------------------------------------------------------------------
     def save(

@@ -35,7 +35,7 @@ four, and pass the limit if that was not enough.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from offload.device import Device, Lane
@@ -64,7 +64,8 @@ class InFlight:
         self.freed_blocks: deque[DeviceBlock] = deque()  # appended to by finalisers, on any thread
         self.counts = TransferCounts()
         self._largest_bytes = 0  # of the step's storages so far, when they were saved
-        # the last resort of `_make_room`: spills what waits to be sent; False if nothing does
+        # the last resort of `_make_room`: what waits to be sent, and what sends it; False if nothing may go
+        self.waiting: Collection[object] = ()
         self.send_waiting: Callable[[], bool] = bool
         self.disk: DiskTier | None = None  # below the host memory, if there is one
         self.capture: CapturedGraph | None = None  # the one under way; captures.py
@@ -233,7 +234,7 @@ class InFlight:
         self._release_reclaimed(device_cap - nbytes)
         if self.drop_furthest(self.device_bytes + nbytes - device_cap):
             return True
-        return self.send_waiting() and self._make_room(nbytes)
+        return bool(self.waiting) and self.send_waiting() and self._make_room(nbytes)
 
     def _release_reclaimed(self, device_bytes: int) -> None:
         """Settle spills whose blocks were reclaimed and are not read in part, the oldest first, until no more
