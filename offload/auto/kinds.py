@@ -297,7 +297,7 @@ class Kinds:
         has_moved, self._has_moved = self._has_moved, False
         if has_moved and self._streams.weights is not None:
             self._streams.weights.measure_anew()
-        if whole_s is not None and not has_moved:
+        if whole_s is not None and self.is_open and not has_moved:
             self._took.setdefault(self.now, []).append(whole_s)
         if self._failed:
             ladder.begin_again(-self._failed, self.first_bytes)

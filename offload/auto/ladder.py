@@ -57,6 +57,9 @@ _MOST_WAITS = 6
 _ALIKE = 0.05
 """Of the bytes of a step's inputs: steps that differ by more are not compared."""
 
+_REMEMBERED = 64
+"""Steps of a way, the last ones."""
+
 _NOT_SLOWER = 1.01
 """Without a total: a plan that frees memory for so much of the time is followed."""
 
@@ -394,7 +397,9 @@ class Ladder:
         if self._before is not None and facts.seconds_before is not None:
             name = self._before[0]
             if name in self.tried:
-                self.tried[name].steps.append((facts.bytes_before, facts.seconds_before))
+                steps = self.tried[name].steps
+                steps.append((facts.bytes_before, facts.seconds_before))
+                del steps[:-_REMEMBERED]
         name = "plan" if self._ran_plan else self._name
         self._before = name, step.input_bytes
         if facts.plan_is_new and name == "plan":  # of another plan

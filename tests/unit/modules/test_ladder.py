@@ -230,6 +230,11 @@ def test_noise_between_steps_changes_nothing() -> None:
     world, times = World(1_200), iter([1.0, 1.1, 0.95, 1.05] * 20)
     world.seconds = lambda name: next(times) - (0.04 if "0, 1" in name else 0.0)
     assert world.run() == "{0: frozenset({2, 3})}"
+    world.seconds = lambda name: 1.0
+    world.run(200)
+    assert max(len(tried.steps) for tried in world.ladder.tried.values()) == 64, (
+        "nor is every step remembered"
+    )
 
 
 def test_a_step_that_passes_the_total_has_fewer_plain_blocks_from_then_on() -> None:
