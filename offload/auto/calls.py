@@ -192,6 +192,8 @@ class BlockCalls:
         called = Called(kind, -1, input_bytes)
         ran.append(called)
         if self.trace is not None:
+            if not self.trace.kinds:  # at the step's end before, gradients were there, too
+                self.trace.resident_bytes = engine.device.active_bytes()
             self.trace.kinds.setdefault(chunk, []).append(kind)
         if kind not in self.profiles:
             unplanned = self._unplanned(kind, root, module, args, kwargs, engine, called, never)
@@ -315,9 +317,8 @@ class BlockCalls:
     def moved_bytes(self, at: tuple[ChunkKey, int]) -> int:
         """That a plain call which moves what it saves will have back in its backward."""
         chunk, place = at
-        trace = self.trace
-        kind: Any = None if trace is None else trace.kinds[chunk][place]
-        return 0 if kind is None else self.profiles[kind].plain_bytes
+        profile = None if self.trace is None else self._known(self._ran[ChunkId(*chunk)][1][place]).profile
+        return 0 if profile is None else profile.plain_bytes
 
     def begin_trace(self, trace: Trace) -> None:
         """The next step is measured."""
@@ -334,20 +335,24 @@ class BlockCalls:
         calls. The device must have passed all of them."""
         found: dict[Hashable, KindCost] = {}
         for kind in kinds:
-            profile, looks = self.profiles[kind], (self.looks or {}).get(kind, KindLooks())
-            input_bytes = self._input_bytes[kind]
+            looks = (self.looks or {}).get(kind, KindLooks())
+            profiled_bytes = self._input_bytes[kind]
+            # in the step that was measured, which need not be as long as the profiled call
+            input_bytes = next((own for own, _ in looks.recomputed + looks.plain), profiled_bytes)
+            profile = self._profile_for(kind, input_bytes / profiled_bytes)
             saved = max(0, profile.plain_bytes - profile.given_bytes)
             grown = _grown(looks.recomputed, input_bytes)
             if looks.plain and looks.recomputed:
                 saved = max(saved, _grown(looks.plain, input_bytes) - grown)
             seconds = [taken for look in looks.again if (taken := look.seconds()) is not None]
-            plain = [taken for _, look in looks.plain if (taken := look.seconds()) is not None]
+            timed = ((own, look.seconds()) for own, look in looks.plain)
+            plain = [taken * input_bytes / own for own, taken in timed if taken is not None]
             # of recomputes the first ones are compared (checkpoint/net.py), which takes longer than they do
             again_s = min(plain or seconds) if seconds else 2 * saved / bytes_per_s
             stays = input_bytes if profile.input_bytes else 0
             found[kind] = KindCost(saved, stays, again_s, input_bytes)
             if plain and kind in self._own:
-                self._own[kind] = self._own[kind].timed(min(plain))
+                self._own[kind] = self._own[kind].timed(min(plain) * profiled_bytes / input_bytes)
                 self._scaled.clear()
         return found
 

@@ -414,7 +414,7 @@ class Auto(Client):
             calls.rule_for = self._rule_for
         if self._measured == 1:
             memory.by_phase = True
-            calls.begin_trace(Trace(ladder.rule.moves, engine.device.active_bytes()))
+            calls.begin_trace(Trace(ladder.rule.moves))
             for root in self._roots:
                 root.given_bytes, root.looks_at_given = 0, True
         elif self._measured == 2:

@@ -65,7 +65,7 @@ class Trace:
     resident_bytes: active at its begin. input_bytes: of all blocks, the measure of its tokens."""
 
     moves: bool
-    resident_bytes: int
+    resident_bytes: int = 0
     input_bytes: int = 0
     peak_bytes: int = 0
     head_bytes: int = 0
