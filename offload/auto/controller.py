@@ -69,14 +69,15 @@ _MOST_PIECES = 12
 """Steps that a plan's memory is pinned beside, at most: it is to be judged by step 24."""
 
 _WORTH_A_TRIAL = 0.99
-"""Of the rule's step."""
+"""Share of the rule's seconds below which a plan has to be predicted."""
 
 _MOST_LAUNCHES = 0.3
-"""Of the device's seconds of a block, the host's in the first steps, for a plan to be tried: each operator of
-a block that is recomputed in part, and each tensor that leaves, takes the host five to six times as long (W1
-within 17 GB: 170 ms a step of 29). One H200, 2026-11-28: 0.012 for the blocks of README's example and 0.12 to
-0.13 for those of W1 and W2, whose plans win; 0.67 for Whisper's. Of plans that were predicted below the rule,
-ModernBERT's took 1.36 of it, Gemma 3's 1.42, and another model's 2.7."""
+"""Host's seconds of a block in the first steps over the device's, up to which a plan is tried: each operator
+of a block that is recomputed in part, and each tensor that leaves, takes the host five to six times as long
+(W1 within 17 GB: 170 ms a step of 29; `bench_stage.py --workload W1 --rows nothing,ours_auto`). One H200,
+2026-11-28: 0.012 for the blocks of README's example and 0.12 to 0.13 for those of W1 and W2, whose plans win;
+0.67 for Whisper's. Of plans that were predicted below the rule, ModernBERT's took 1.36 of it, Gemma 3's 1.42,
+and another model's 2.7."""
 
 _USUAL_LINK = 50e9  # bytes a second, where none was measured
 
@@ -468,12 +469,12 @@ class Auto(Client):
             elif self._offers == _PATIENCE:
                 ladder.no_plan()
             return
-        rule_s = ladder.seconds()
         if ladder.launches > _MOST_LAUNCHES and self.total_bytes is not None:
             why = f"no plan: launch-bound, a block takes the host {ladder.launches:.2f} of the device's time"
             ladder.tried["plan"] = Tried(why, [])
             ladder.no_plan()
             return
+        rule_s = ladder.seconds()
         most_new_bytes = _MOST_PIECES * _pinned_in(rule_s or 0.0)
         found = None if rule_s is None else plan.ready(manager, most_new_bytes)
         if found is None or rule_s is None:

@@ -55,10 +55,10 @@ _MOST_WAITS = 6
 """Steps beside which the host's memory for inputs is pinned; with less they stay where they are."""
 
 _ALIKE = 0.05
-"""Of the bytes of a step's inputs: steps that differ by more are not compared."""
+"""Difference of the bytes of two steps' inputs up to which these are compared."""
 
 _REMEMBERED = 64
-"""Steps of a way, the last ones."""
+"""Last steps of a way that are kept."""
 
 _NOT_SLOWER = 1.01
 """Without a total: a plan that frees memory for so much of the time is followed."""
@@ -157,8 +157,8 @@ class Ladder:
     trace: of the step that was measured, None before. costs: by kind of block, set once they are known.
     bytes_per_s: of the link to the host. has_no_room: it was refused, until steps are shorter. waits: nothing
     finer than the rule is tried, since the total is still being shared with other kinds. launches: the host's
-    seconds of a block over the device's. pins: pins so many
-    bytes for inputs, or a part of them beside this step, and returns whether they are there.
+    seconds of a block over the device's. pins: pins so many bytes for inputs, or a part of them beside this
+    step, and returns whether they are there.
     """
 
     def __init__(self, total_bytes: int, *, is_asked: bool = True) -> None:

@@ -54,7 +54,7 @@ DEFAULT_ROWS = {
     "WV": "checkpoint,ours_all,ours_auto",
     "W5": "checkpoint,ours_attention,ours_all,ours_kept,megatron_attention,megatron_all",
 }
-"""Beside nothing."""
+"""Rows of each workload by default, beside `nothing`."""
 LIMITED_ROWS = ("ours_all", "ours_selective", "ours_auto", "ours_traced")
 """Rows that run once for each device limit."""
 _MOST_LATE_STEPS = 60

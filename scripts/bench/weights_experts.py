@@ -36,7 +36,7 @@ COLUMNS = Columns(
 
 
 class ZipfGate(nn.Module):
-    """Of each token the top_k, drawn without replacement in proportion to 1 / rank. drawn: the
+    """Gate that draws top_k experts for each token, without replacement in proportion to 1 / rank. drawn: the
     step."""
 
     def __init__(self, layer: int, experts: int, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What is printed beside the table of bench/report.py: tokens a second, and what stayed.
+"""Lines that are printed beside the table of bench/report.py: tokens a second, and what stayed.
 
 One invariant: a line compares rows of one work of one run; where a row is missing, the line is, too.
 """

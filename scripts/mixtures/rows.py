@@ -37,10 +37,10 @@ EVERYTHING = ("attn_norm", "qkv_linear", *ATTENTION, "mlp_norm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSpec:
-    """How a row differs from nothing."""
+    """Difference of a row from nothing."""
 
     placement: Mapping[str, Any] = field(default_factory=dict)
-    """Of moe.MixtureGPT: offload_modules, experts_mode, input_kept."""
+    """Arguments of moe.MixtureGPT: offload_modules, experts_mode, input_kept."""
     kept: bool = False
     """The engine's device limit is what lets the model keep the share of its saved bytes that is asked
     for."""

@@ -72,7 +72,7 @@ class Dense:
         return transformer.build_stage_module(self.config, stage, num_stages, **where)
 
     def examples(self, stage: int, num_stages: int, **step: Any) -> tuple[Tensor, Tensor]:
-        """What goes into a stage and what comes out, as meta tensors. step: batch and dtype."""
+        """Return a stage's input and output, as meta tensors. step: batch and dtype."""
         return transformer.stage_examples(self.config, stage, num_stages, sequence=self.sequence, **step)
 
     def saved_bytes_of_layer(self, *, batch: int, dtype: torch.dtype) -> int:
@@ -129,7 +129,7 @@ class Mixture:
         return moe.build_stage_module(self.config, stage, num_stages, group=experts, **where, **placed)
 
     def examples(self, stage: int, num_stages: int, **step: Any) -> tuple[Tensor, Tensor]:
-        """What goes into a stage and what comes out, as meta tensors. step: batch and dtype."""
+        """Return a stage's input and output, as meta tensors. step: batch and dtype."""
         return moe.stage_examples(self.config, stage, num_stages, sequence=self.sequence, **step)
 
     def saved_bytes_of_layer(self, *, batch: int, dtype: torch.dtype) -> int:
@@ -139,4 +139,4 @@ class Mixture:
 
 
 Model = Dense | Mixture
-"""What the job is given: either, by the same calls."""
+"""Either kind of model, by the same calls."""
