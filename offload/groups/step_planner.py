@@ -351,9 +351,8 @@ class StepPlanner:
         if limits.device_limit_bytes is None:
             self._fit_windows(self.live_peak_bytes)
             return margin_keeps(seen.sizes_in_backward_order())
-        spilling = limits.max_spilling_bytes
-        if spilling is None:
-            spilling = limits.device_limit_bytes // 4
+        quarter = limits.device_limit_bytes // 4
+        spilling = quarter if limits.max_spilling_bytes is None else min(limits.max_spilling_bytes, quarter)
         again_bytes = max(
             (group.cost.again_bytes for chunk in seen.chunks for group in chunk.groups if group.cost),
             default=0,

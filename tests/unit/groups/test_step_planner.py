@@ -133,6 +133,11 @@ def test_under_a_device_limit_every_chunk_keeps_as_much_of_its_end_as_fits() -> 
     assert stays(chunks) == [{1, 2, 3}, {2, 3}]  # five of eight, beside the two rooms
     planner.after_step(seen(chunks, "F0 B0 F1 B1"))
     assert stays(chunks) == [{0, 1, 2, 3}, {0, 1, 2, 3}]  # only one is alive at a time
+    # a cap on copies under way that the limit implies has no more room than where there is none
+    engine = engine_of(device_limit_bytes=7 * KIB, max_spilling_bytes=7 * KIB, max_restoring_bytes=KIB)
+    planner, chunks = planner_of(engine), chunks_of(engine, "aaaa", "aaaa")
+    planner.after_step(seen(chunks, "F0 F1 B0 B1"))
+    assert stays(chunks) == [{2, 3}, {2, 3}]
 
 
 def test_where_all_fits_the_device_limit_nothing_leaves_and_needs_room() -> None:
