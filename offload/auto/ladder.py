@@ -57,6 +57,11 @@ _MOST_WAITS = 6
 _ALIKE = 0.05
 """Difference of the bytes of two steps' inputs up to which these are compared."""
 
+_ALIKE_BY_BYTE = 0.1
+"""The same of a plan's, whose times are compared by the byte: the device sets their pace. Of 14 steps under
+two plans of WV, five ran under the last one, and two of these had steps as long within 5% to be compared
+with."""
+
 _REMEMBERED = 64
 """Last steps of a way that are kept."""
 
@@ -145,9 +150,12 @@ class Tried(NamedTuple):
     steps: list[tuple[int, float]]
     peak_bytes: int = 0
 
-    def seconds_like(self, nbytes: int) -> list[float]:
-        """Seconds of the last three steps whose inputs have about so many bytes."""
-        return [seconds for own, seconds in self.steps if abs(own - nbytes) <= _ALIKE * nbytes][-3:]
+    def seconds_like(self, nbytes: int, *, by_byte: bool = False) -> list[float]:
+        """Seconds of the last three steps whose inputs have about so many bytes. by_byte: that they would
+        take with just so many."""
+        most = _ALIKE_BY_BYTE if by_byte else _ALIKE
+        alike = [(own, seconds) for own, seconds in self.steps if abs(own - nbytes) <= most * nbytes][-3:]
+        return [seconds * (nbytes / own if by_byte and own else 1.0) for own, seconds in alike]
 
 
 class Ladder:
@@ -478,21 +486,28 @@ class Ladder:
         self._has_tried_plan, self.follows_plan, self.state = True, follows, State.SETTLED
 
     def _wins(self, new: str, old: str) -> bool:
-        """Return True if the last two steps of the new way were faster than two as long of the old one."""
-        is_free = not self.is_asked and new == "plan"
-        over = self._over(new, old, median if is_free else min)[-2:]
-        return len(over) == 2 and (median(over) <= _NOT_SLOWER if is_free else max(over) < 1.0)
+        """Return True if the last two steps of the new way were faster than two as long of the old one; of a
+        plan for steps that vary, if most of all were."""
+        is_plan = new == "plan"
+        is_free = is_plan and not self.is_asked
+        varies = is_plan and len({nbytes for nbytes, _ in self.tried[new].steps}) > 1
+        over = self._over(new, old, median if is_free or varies else min)
+        last = over if varies else over[-2:]
+        if len(last) < 2:
+            return False
+        most = median(last) if is_free or varies else max(last)
+        return most <= _NOT_SLOWER if is_free else most < 1.0
 
     def _over(self, new: str, old: str, of: Callable[[Sequence[float]], float]) -> list[float]:
         """Seconds of steps of the new way over the median, or the least, of the last two that were as long of
         the old one, or, for a plan, where that has not two, of other rules. A step without two such is left
         out."""
-        found, tried = [], self.tried
-        others = [tried[name] for name in tried if new == "plan" != name]
+        found, tried, is_plan = [], self.tried, new == "plan"
+        others = [tried[name] for name in tried if is_plan and name != new]
         for nbytes, seconds in tried[new].steps if new in tried else ():
-            alike = tried[old].seconds_like(nbytes) if old in tried else []
+            alike = tried[old].seconds_like(nbytes, by_byte=is_plan) if old in tried else []
             if len(alike) < 2:
-                alike = [each for other in others for each in other.seconds_like(nbytes)]
+                alike = [each for other in others for each in other.seconds_like(nbytes, by_byte=is_plan)]
             if len(alike) > 1:
                 theirs = of(alike[-2:])
                 found.append(seconds / theirs if theirs else inf)  # of a device without a clock

@@ -104,6 +104,7 @@ class World:
         self.ladder.trace, self.ladder.costs = trace_of("bbaa"), COSTS
         self.seconds: Callable[[str], float] = lambda name: 1.0
         self.plan_s: float | None = None
+        self.plan_is_final = True
         self.extra_bytes = 0
         self.ways: list[str] = []
         self._before: float | None = None
@@ -122,7 +123,7 @@ class World:
         self.ways.append(name)
         took = self.plan_s if ladder.follows_plan else self.seconds(name)
         is_new = name == "plan" and self.ways[-2:-1] != ["plan"]
-        step = Ended(peak, input_bytes, self._before, plan_is_new=is_new, plan_is_final=True)
+        step = Ended(peak, input_bytes, self._before, plan_is_new=is_new, plan_is_final=self.plan_is_final)
         self._before = took
         ladder.ended(step, Facts.common([ladder.facts(step)]))
         if ladder.wants_plan:
@@ -276,6 +277,43 @@ def test_a_plan_is_compared_with_steps_as_long_as_its_own_so_without_two_the_rul
     assert (world.ways[-1] == "plan") == (last == "plan")
     assert "plan" in world.ways
     assert world.ladder.state is State.SETTLED
+
+
+@pytest.mark.parametrize(("plan_s", "last"), [(1.05, "plan"), (1.1, "rule")])
+def test_a_plan_is_compared_by_the_byte(plan_s: float, last: str) -> None:
+    """Its steps have 9% more of them than those of the rule."""
+    world = World()
+    world.plan_s = plan_s
+    trace = world.ladder.trace
+    assert trace is not None
+    trace.input_bytes = 1_000
+    for _ in range(24):
+        world.step(input_bytes=1_090 if world.ladder.follows_plan else 1_000)
+    assert (world.ways[-1] == "plan") == (last == "plan")
+    assert "plan" in world.ways
+    assert world.ladder.state is State.SETTLED
+
+
+@pytest.mark.parametrize(
+    ("seconds", "last"),
+    [([1.3] + [0.9] * 11 + [1.02] * 2, "plan"), ([1.3, 1.04, 0.97, 0.97] + [1.04, 0.97] * 5, "rule")],
+    ids=["a slow one at the end", "two fast ones"],
+)
+def test_where_lengths_vary_a_plan_is_judged_by_all_of_its_steps(seconds: list[float], last: str) -> None:
+    """Two alone say less than their lengths differ by."""
+    world = World()
+    world.plan_s, world.plan_is_final = 1.0, last == "rule"
+    trace = world.ladder.trace
+    assert trace is not None
+    trace.input_bytes = 1_000
+    while not world.ladder.follows_plan:
+        world.step()
+    for number, took in enumerate(seconds):
+        assert world.ladder.follows_plan
+        world.plan_s = took
+        world.step(input_bytes=1_000 + number % 2)
+    world.step()
+    assert world.ladder.follows_plan == (last == "plan")
 
 
 def test_inputs_do_not_leave_over_a_link_that_they_would_fill() -> None:
@@ -581,12 +619,16 @@ def test_a_plan_is_tried_only_where_the_host_holds_what_it_moves(
     explained = run.handle.explain()
     assert ("plan, as it is predicted" in str(explained)) == (explained.plan is None)
     if explained.plan is not None:
+        limits = manager.engine.limits
+        assert limits.max_spilling_bytes == limits.device_limit_bytes, "or compute waits, as no plan says"
         assert f"Its steps took {run.seconds[-1] * 1e3:.1f} ms." in str(explained)
         slower = replace(explained, step_s=1.06 * explained.plan.predicted_step_s)
         assert "launch-bound" in str(slower)
         assert run.handle._auto is not None
+        share = run.handle._auto.memory.share
         run.handle._auto.plan.follow_none()
-        assert manager.engine.limits.max_restoring_bytes == 2 * 512, "pieces, until a step was seen"
+        assert limits.max_restoring_bytes == 2 * 512, "pieces, until a step was seen"
+        assert limits._bounds[share, "max_spilling_bytes"].nbytes == int(total[:-1]) // 8
     assert run.ladder.state is State.SETTLED
     assert all(map(torch.equal, run.weights(), weights))
 
