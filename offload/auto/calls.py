@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import sub
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -32,8 +33,8 @@ from offload.planner.profiler import BlockProfiler
 from offload.planner.work import Ran
 from offload.policy.actions import ChunkKey
 from offload.policy.lengths import nearest
+from offload.policy.rule import NO_GROWTH, Rule, Trace
 from offload.policy.rule import Cost as KindCost
-from offload.policy.rule import Rule, Trace
 from offload.telemetry.speaker import speaker
 
 logger = speaker(__name__)
@@ -132,7 +133,7 @@ class BlockCalls:
     tokens as the traced one had; None before one was measured. trace: of the step under way, if it is
     measured. looks: by kind, None where nothing is to be looked at. resting: of blocks without hooks, by
     stage and place, name, kind and bytes of the input. names: of the blocks that ran last, by chunk.
-    peers: ranks that blocks communicate with.
+    peers: ranks that blocks communicate with. growth: of a step, which is counted where there is a plan.
     """
 
     def __init__(self, manager: Callable[[], GroupsManager]) -> None:
@@ -144,6 +145,7 @@ class BlockCalls:
         self.resting: dict[int, dict[int, tuple[str, Any, int]]] = {}
         self.names: dict[ChunkKey, list[str]] = {}
         self.peers = frozenset[int]()
+        self.growth = NO_GROWTH
         self._manager = manager
         self._first_bytes: dict[int, int] = {}  # of each stage's first block, in the traced step
         self._rules: dict[ChunkId, Rule] = {}  # of the chunks under way
@@ -209,18 +211,24 @@ class BlockCalls:
             planned = () if followed is None else self.levels[followed]
             level = min(planned[len(ran) - 1], last) if len(ran) <= len(planned) else last
         called.level = level
-        chosen, keeps = profile.menu[level], profile.keeps[level]
+        chosen, keeps, at = profile.menu[level], profile.keeps[level], (chunk, len(ran) - 1)
 
         def before_again() -> None:
             with engine.lock:
+                engine.transfers.grow(self.grown_at(at))
                 engine.transfers.claim(chosen.made_again_bytes)
 
         return Chosen(
             is_plain=keeps is None,
             contexts=self._contexts_for(keeps) if keeps else None,
             before_again=before_again,
-            cost=Cost(profile.forward_s * _PASSES + chosen.recompute_s, chosen.made_again_bytes),
+            cost=Cost(
+                profile.forward_s * _PASSES + chosen.recompute_s,
+                chosen.made_again_bytes,
+                self._grown_before().get(at, 0),
+            ),
             required=self.levels is None,
+            place=at,
         )
 
     def _kind_now(self, module: nn.Module, min_elements: int | None, never: bool) -> Kind:
@@ -288,7 +296,7 @@ class BlockCalls:
 
             def ended() -> None:
                 begun.end()
-                self.backward_reads(at, begun.end_bytes)
+                self.backward_reads(engine, at, begun.end_bytes)
 
             return ended
 
@@ -309,10 +317,28 @@ class BlockCalls:
             known = self._always[kind] = profile, kept_always(profile.calls)
         return known[1]
 
-    def backward_reads(self, at: tuple[ChunkKey, int], active_bytes: int) -> None:
-        """All that the backward of a call reads is on the device."""
+    def forward_ended(self, engine: OffloadEngine, at: tuple[ChunkKey, int]) -> None:
+        """The forward of a call has ended."""
         if self.trace is not None:
-            self.trace.backward_reads(*at, active_bytes)
+            self.trace.forward_ended(*at, engine.device.active_bytes() - engine.transfers.device_bytes)
+
+    def backward_reads(
+        self, engine: OffloadEngine, at: tuple[ChunkKey, int], active_bytes: int, to_come_bytes: int = 0
+    ) -> None:
+        """All that the backward of a call reads is on the device, but for what is to come."""
+        if self.trace is not None:
+            rest_bytes = active_bytes - engine.transfers.device_bytes
+            self.trace.backward_reads(*at, active_bytes + to_come_bytes, rest_bytes)
+
+    def grown_at(self, at: tuple[ChunkKey, int]) -> int:
+        """Bytes that the step has made by the backward of a call; all of them where that did not run in the
+        step that was measured."""
+        return self.growth.by_call.get(at, self.growth.most)
+
+    def _grown_before(self) -> dict[tuple[ChunkKey, int], int]:
+        """By call, bytes that come to stay from the backward before its own to its own."""
+        found = self.growth.by_call
+        return dict(zip(found, map(sub, found.values(), (0, *found.values())), strict=False))
 
     def moved_bytes(self, at: tuple[ChunkKey, int]) -> int:
         """That a plain call which moves what it saves will have back in its backward."""
@@ -372,7 +398,14 @@ class BlockCalls:
         ran, self._ran = self._ran, {}
         self._rules.clear()
         self._step += 1
-        return {chunk: [self._known(call) for call in calls] for chunk, (_, calls) in ran.items()}
+        grown = self._grown_before()
+        return {
+            chunk: [
+                self._known(call)._replace(grown_bytes=grown.get((chunk, place), 0))
+                for place, call in enumerate(calls)
+            ]
+            for chunk, (_, calls) in ran.items()
+        }
 
     def _known(self, call: Called) -> Ran:
         """The call with the profile that its kind has by now."""

@@ -48,7 +48,7 @@ from offload.params.view import local_of
 from offload.planner.explained import Explanation
 from offload.policy.actions import ChunkKey
 from offload.policy.mixture import MixedPlan
-from offload.policy.rule import Rule, Trace, probes
+from offload.policy.rule import NO_GROWTH, Rule, Trace, probes
 from offload.telemetry.records import StepStats
 from offload.telemetry.speaker import speaker
 
@@ -149,7 +149,7 @@ class Auto(Client):
             self.begin_step()
         with engine.lock:
             engine.transfers.claim(0)
-        self.memory.phase_begins(engine, BLOCKS)
+        self._phase_begins(engine, BLOCKS)
         chosen = self.calls.chosen(manager, root, name, module, args, kwargs)
         before_again = chosen.before_again
         if before_again is None:
@@ -166,10 +166,15 @@ class Auto(Client):
         free_bytes = engine.device.free_bytes() or 0
         return Ladder(round(_OF_DEVICE * (free_bytes + engine.device.active_bytes())), is_asked=False)
 
+    def _phase_begins(self, engine: OffloadEngine, phase: str) -> None:
+        head_bytes = self.memory.phase_begins(engine, phase)
+        if head_bytes is not None and self.calls.trace is not None:
+            self.calls.trace.head_ended(head_bytes)
+
     def _begin_again(self, begin: BeforeAgain) -> Callable[[], None] | None:
         engine = self._attached()
         if engine is not None:
-            self.memory.phase_begins(engine, BLOCKS)
+            self._phase_begins(engine, BLOCKS)
         return begin()
 
     def blocks_end(self, root: ModelRoot, output: Any) -> None:
@@ -178,7 +183,7 @@ class Auto(Client):
         when the backward begins, and nothing else does."""
         manager = self._manager()
         engine, head_bytes = manager.engine, self.memory.head_bytes
-        self.memory.phase_begins(engine, HEAD)
+        self._phase_begins(engine, HEAD)
         made = next(output_tensors(output), None) if self.memory.is_measured else None
         if made is not None and made.grad_fn is not None:
             made.grad_fn.register_prehook(partial(self.memory.backward_begins, engine.device))
@@ -193,15 +198,23 @@ class Auto(Client):
         if group is not None:
             group.close(output, False)
 
+    def forward_ended(self, place: tuple[ChunkKey, int]) -> None:
+        """The forward of a block has ended. place: of the call."""
+        engine = self._attached()
+        if engine is not None:
+            self.calls.forward_ended(engine, place)
+
     def plain_is_read(self, place: tuple[ChunkKey, int] | None, gradients: object) -> None:
-        """The backward has come to a block that makes nothing again. place: of the call, where it moved what
-        it saved by no plan."""
+        """The backward has come to a block that makes nothing again. place: of the call."""
         engine = self._attached()
         if engine is not None:
             if place is not None and self.calls.trace is not None:
-                self.calls.backward_reads(place, engine.device.active_bytes() + self.calls.moved_bytes(place))
-            self.memory.phase_begins(engine, BLOCKS)
+                to_come_bytes = self.calls.moved_bytes(place)
+                self.calls.backward_reads(engine, place, engine.device.active_bytes(), to_come_bytes)
+            self._phase_begins(engine, BLOCKS)
             with engine.lock:
+                if place is not None and self.calls.levels is not None:
+                    engine.transfers.grow(self.calls.grown_at(place))
                 engine.transfers.claim(0)
 
     def end(self, root: ModelRoot) -> None:
@@ -333,7 +346,7 @@ class Auto(Client):
             return
         ladder.ended(step, facts)
         if self.kinds is not None and not calls.peers:  # which would have to move alike
-            self.kinds.step_ended(ladder, self._clock.whole_s, self.memory.shift)
+            self.kinds.step_ended(ladder, self._clock.whole_s, self._shift)
         if ladder.follows_plan:
             self._ranks.agree_on_plan(manager) if calls.peers else plan.make_if_wanted(manager)
         elif plan.followed is not None:
@@ -416,6 +429,7 @@ class Auto(Client):
         if self._measured == 1:
             memory.by_phase = True
             calls.begin_trace(Trace(ladder.rule.moves))
+            calls.growth = NO_GROWTH
             for root in self._roots:
                 root.given_bytes, root.looks_at_given = 0, True
         elif self._measured == 2:
@@ -435,12 +449,23 @@ class Auto(Client):
                 if ladder.has_no_room:
                     memory.no_room(of_any_rank=bool(calls.peers))
                 return False
+            if not calls.peers:  # whose plan has one limit for all
+                calls.growth = trace.growth()
+                memory.grows(calls.growth)
             trace.shift(unused)
             memory.shift(unused)
             ladder.trace = trace
             if not calls.peers:  # which have other room
                 ladder.rule = probes(trace, calls.costs(_kinds_of(trace), _USUAL_LINK), ladder.total_bytes)
         return self._measured == 3
+
+    def _shift(self, nbytes: int) -> None:
+        """Other kinds take so many bytes more from the next step on, and what a backward makes beside them is
+        another amount."""
+        if self.memory.total is not None and self.calls.growth.most:
+            self.memory.total.grows(-self.calls.growth.most)
+        self.calls.growth = NO_GROWTH
+        self.memory.shift(nbytes)
 
     def _gradient_bytes(self) -> int:
         weights = (weight for root in self._roots for weight in root.parameters())

@@ -42,6 +42,9 @@ _HOPELESS = 1.02
 """Of the way that is followed: a plan is given up of which two steps, one after the other, take longer. One
 alone may have given cached memory back to the device, and taken it anew."""
 
+_TIMES_LATER = 2
+"""Steps after which two of those are timed that ran as a plan has settled: a time is known one step later."""
+
 _MOST_PLAN_STEPS = 14
 """Under plans, until the last one is judged."""
 
@@ -190,7 +193,7 @@ class Ladder:
         self._rival: tuple[int, Rule, Rule] | None = None  # that is tried, its rule, and the one followed
         self._waited = 0  # steps, for host memory
         self._has_tried_plan = False
-        self._plan_steps = 0
+        self._plan_steps = self._final_steps = 0  # the latter: since no other plan is to come
         self._plan_failed = False  # in the step that is ending
         self._before: tuple[str, int] | None = None  # the step before: its way, its inputs' bytes
 
@@ -379,7 +382,7 @@ class Ladder:
 
     def plan_begins(self) -> None:
         """A plan is followed from the next step on."""
-        self.follows_plan, self._plan_steps = True, 0
+        self.follows_plan, self._plan_steps, self._final_steps = True, 0, 0
 
     def no_plan(self) -> None:
         """There is none to try."""
@@ -475,11 +478,13 @@ class Ladder:
 
     def _judge_plan(self, facts: Facts) -> None:
         self._plan_steps += 1
+        self._final_steps = self._final_steps + 1 if facts.plan_is_final else 0
+        is_final = self._final_steps > _TIMES_LATER
         over = self._over("plan", name_of(self.rule), median)[1:]  # in the first step the groups are new
         is_over = self._plan_steps >= _MOST_PLAN_STEPS
-        if (facts.plan_is_final or is_over) and self._wins("plan", name_of(self.rule)):
+        if (is_final or is_over) and self._wins("plan", name_of(self.rule)):
             self._end_plan(follows=True)
-        elif is_over or (len(over) > 1 and min(over[-2:]) >= (1.0 if facts.plan_is_final else _HOPELESS)):
+        elif is_over or (len(over) > 1 and min(over[-2:]) >= (1.0 if is_final else _HOPELESS)):
             self._end_plan(follows=False)
 
     def _end_plan(self, *, follows: bool) -> None:

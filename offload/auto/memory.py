@@ -32,6 +32,7 @@ from offload.engine import OffloadEngine
 from offload.errors import DeviceTotalError, HostBudgetError
 from offload.groups.group import HEAD
 from offload.groups.manager import GroupsManager
+from offload.policy.rule import Growth
 from offload.sizes import bytes_text
 from offload.telemetry.records import StepStats
 from offload.telemetry.speaker import Once, speaker
@@ -134,21 +135,25 @@ class AutoMemory:
         if (found := device.allocator_bytes()) is not None:
             self._peak_bytes = max(self._peak_bytes, found[1])
 
-    def phase_begins(self, engine: OffloadEngine, phase: str) -> None:
-        """In the steps before a plan: what the phase that ends has needed beside saved tensors."""
+    def phase_begins(self, engine: OffloadEngine, phase: str) -> int | None:
+        """In the steps before a plan: what the phase that ends has needed beside saved tensors. Returns that
+        of a head."""
         if phase == self._phase or self._limited or not (self.is_measured and self.by_phase):
-            return
-        found = engine.device.allocator_bytes()
+            return None
+        found, rest_bytes = engine.device.allocator_bytes(), None
         if found is None:
-            return
+            return None
         if self._phase:
             counts = engine.transfers.counts
             held = counts.device_bytes_peak if self._phase == BLOCKS else self._phase_held
-            self._rests[self._phase] = max(self._rests.get(self._phase, 0), found[1] - held)
+            rest_bytes = found[1] - held
+            self._rests[self._phase] = max(self._rests.get(self._phase, 0), rest_bytes)
             self._peak_bytes = max(self._peak_bytes, found[1])
             self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), found[1])
             engine.device.reset_allocator_peak()
-        self._phase, self._phase_held = phase, engine.transfers.device_bytes
+        was_head, self._phase = self._phase == HEAD, phase
+        self._phase_held = engine.transfers.device_bytes
+        return rest_bytes if was_head else None
 
     def step_ended(
         self, manager: GroupsManager, stats: StepStats, *, is_planned: bool, is_final: bool, vary: bool
@@ -236,6 +241,17 @@ class AutoMemory:
         # the total counts everything, so no limit of the config holds beside it
         self.share.bound("device_limit_bytes", limit_bytes, replaces=(CONFIG,))
         self.share.bound("max_spilling_bytes", limit_bytes)
+
+    def grows(self, growth: Growth) -> None:
+        """Count what the step that has ended came to have beside saved tensors where it comes, from now on."""
+        total = self.total
+        if total is None or total.rest_bytes is None or not growth.most:
+            return
+        least_bytes = min(growth.least, total.rest_bytes)
+        self.head_bytes = max(0, growth.head - max(total.rest_bytes - growth.most, least_bytes))
+        if self.head_bytes < _WORTH_A_CLAIM * total.total_bytes:
+            self.head_bytes, least_bytes = 0, max(least_bytes, growth.head)
+        total.grows(growth.most, least_bytes)
 
     def shift(self, nbytes: int) -> None:
         """So many bytes more are beside saved tensors from the next step on."""
@@ -376,6 +392,11 @@ class TotalMemory:
         self.least_peak_bytes, self._least_bytes = peak_bytes, counted_bytes
         self._least_rest_bytes = self.rest_bytes
         self._is_first = True
+
+    def grows(self, nbytes: int, least_bytes: int = 0) -> None:
+        """So many bytes of the rest, down to `least_bytes`, are counted from here on."""
+        assert self.rest_bytes is not None
+        self.rest_bytes = self._least_rest_bytes = max(self.rest_bytes - nbytes, least_bytes)
 
     def shift(self, nbytes: int) -> None:
         """So many bytes more are beside saved tensors from here on."""

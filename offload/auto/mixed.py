@@ -100,8 +100,8 @@ class MixedCalls(RecomputedCalls):
         auto, is_recomputed = self._auto, isinstance(call, RecomputedCall)
         if look is not None:
             look.end()
-        if place is not None and auto.calls.trace is not None:
-            auto.calls.trace.forward_ended(*place)
+        if place is not None:
+            auto.forward_ended(place)
         if self._root.is_last(self._name):
             auto.blocks_end(self._root, output)
         if is_recomputed or (call is None and profiler is None):

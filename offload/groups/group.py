@@ -30,11 +30,13 @@ class Cost(NamedTuple):
     """Compute of the block that a group is of, for a plan.
 
     weight: its part of its chunk's compute, its recompute included, in any unit that the groups of a chunk
-    share. again_bytes: what its recompute makes, where this group is the input of one.
+    share. again_bytes: what its recompute makes, where this group is the input of one. grown_bytes: as of
+    GroupSize.
     """
 
     weight: float
     again_bytes: int = 0
+    grown_bytes: int = 0
 
 
 class Group:

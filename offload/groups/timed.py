@@ -174,6 +174,7 @@ def _with_cost(units: list[Unit], cost: Cost, left_bytes: int) -> list[Unit]:
                 weight=cost.weight * (unit.size.nbytes / total_bytes if total_bytes else 1 / len(units)),
                 again_bytes=0 if at else cost.again_bytes,
                 left_bytes=0 if at else left_bytes,
+                grown_bytes=0 if at else cost.grown_bytes,
             )
         )
         for at, unit in enumerate(units)

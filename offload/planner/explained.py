@@ -216,11 +216,14 @@ class Explanation:
             lines.append(f"Its steps took {self.step_s * 1e3:.1f} ms{why}.")
         if self.total_bytes is not None and self.rest_bytes is not None and self.limit_bytes is not None:
             unseen = "" if self.rest_bytes else " (only a GPU shows them)"
+            made = sum(block.grown_bytes for own in plan.problem.blocks.values() for block in own)
+            rest = "weights and working set" if made else "weights, gradients and working set"
+            beside = f", and for {bytes_text(made)} of gradients that its backward makes" if made else ""
             lines.append(
-                f"Of {bytes_text(self.total_bytes)} on the device {bytes_text(self.rest_bytes)} are weights, "
-                f"gradients and working set{unseen}, and {bytes_text(self.limit_bytes)} are for saved "
-                f"tensors and recomputes. The plan was made for {bytes_text(plan.problem.limit_bytes)}, and "
-                f"takes {bytes_text(plan.predicted_peak_bytes)}."
+                f"Of {bytes_text(self.total_bytes)} on the device {bytes_text(self.rest_bytes)} are "
+                f"{rest}{unseen}, and {bytes_text(self.limit_bytes)} are for saved tensors and recomputes"
+                f"{beside}. The plan was made for {bytes_text(plan.problem.limit_bytes)}, and takes "
+                f"{bytes_text(plan.predicted_peak_bytes)}."
             )
         headers, rows = self.table()
         if not rows:

@@ -42,7 +42,7 @@ class Ran(NamedTuple):
     place in the menu. input_bytes: the measure of its tokens. weight_bytes: what the W of a split backward
     was seen to read of it; None where none was, and of a plain call. passed_bytes: of these, what the I did
     not read.
-    left: its I left all that its W reads, which computed nothing again."""
+    left: its I left all that its W reads, which computed nothing again. grown_bytes: as of Block."""
 
     profile: BlockProfile | None
     level: int
@@ -50,6 +50,7 @@ class Ran(NamedTuple):
     weight_bytes: int | None = None
     passed_bytes: int = 0
     left: bool = False
+    grown_bytes: int = 0
 
 
 def with_halves(calls: Sequence[Ran], reads: Sequence[tuple[int, int, bool]]) -> list[Ran]:
@@ -145,8 +146,11 @@ class StepWork:
                     weight_part=weight_part,
                     w_reads=w_reads,
                     i_passes=i_passes,
+                    grown_bytes=call.grown_bytes,
                 )
-                for menu, profile, (w_reads, i_passes) in zip(menus, profiles, parts, strict=True)
+                for menu, profile, (w_reads, i_passes), call in zip(
+                    menus, profiles, parts, ran[chunk], strict=True
+                )
             ]
             if head_bytes:
                 blocks[chunk].append(

@@ -54,6 +54,8 @@ class GroupSize(NamedTuple):
     left_bytes: of `again_bytes`, what the I leaves on the device for a W that then reads nothing of the
         region and computes nothing again.
     passed_bytes: of `half_bytes`, what the I does not read; it comes back for the W alone.
+    grown_bytes: that are on the device from its read to the end of the step, beside all groups: gradients of
+        what was read before it.
     """
 
     name: str
@@ -65,6 +67,7 @@ class GroupSize(NamedTuple):
     half_bytes: int | None = None
     left_bytes: int = 0
     passed_bytes: int = 0
+    grown_bytes: int = 0
 
     @property
     def w_bytes(self) -> int:

@@ -64,6 +64,9 @@ class Block:
     """Of what the plain block saves, what that W reads again."""
     i_passes: float = 0.0
     """Of it, what that W alone reads."""
+    grown_bytes: int = 0
+    """That are on the device from its backward to the end of the step, beside all blocks: gradients of what
+    was read before it."""
     group: GroupSize | None = None
     """Of a block that is one group with one level: the group as it is simulated."""
 
@@ -207,6 +210,7 @@ def groups_at(
                 half_bytes=min(_between(w_bytes, start, end), _between(level.saved_bytes, start, end)),
                 left_bytes=_between(left_bytes, start, end),
                 passed_bytes=min(_between(passed_bytes, start, end), _between(w_bytes, start, end)),
+                grown_bytes=block.grown_bytes if end == 1 else 0,
             )
             for start, end in pairwise(ends)
         ]

@@ -50,12 +50,32 @@ class Cost(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """is_forward: the forward of a block has ended, else all that its backward reads is there."""
+    """is_forward: the forward of a block has ended, else all that its backward reads is there. rest_bytes: of
+    what is active, what the engine does not count."""
 
     is_forward: bool
     chunk: ChunkKey
     place: int
     active_bytes: int
+    rest_bytes: int = 0
+
+
+class Growth(NamedTuple):
+    """Bytes of a step beside saved tensors. by_call: that it has made by the backward of a block, at most
+    from there to the next one, beyond what there was before. least: that is, up to the first backward, with
+    what a backward takes beyond what it reads. head: what a head and its loss have, without what was made
+    before."""
+
+    by_call: Mapping[tuple[ChunkKey, int], int]
+    least: int
+    head: int
+
+    @property
+    def most(self) -> int:
+        return max(self.by_call.values(), default=0)
+
+
+NO_GROWTH = Growth({}, 0, 0)
 
 
 @dataclass(slots=True)
@@ -70,13 +90,39 @@ class Trace:
     peak_bytes: int = 0
     head_bytes: int = 0
     seen: list[_Seen] = field(default_factory=list)
+    heads: list[tuple[int, int]] = field(default_factory=list)
+    """Of each head and loss, how many were seen before it, and what the engine did not count meanwhile."""
     kinds: dict[ChunkKey, list[Hashable]] = field(default_factory=dict)
 
-    def forward_ended(self, chunk: ChunkKey, place: int) -> None:
-        self.seen.append(_Seen(True, chunk, place, 0))
+    def forward_ended(self, chunk: ChunkKey, place: int, rest_bytes: int = 0) -> None:
+        self.seen.append(_Seen(True, chunk, place, 0, rest_bytes))
 
-    def backward_reads(self, chunk: ChunkKey, place: int, active_bytes: int) -> None:
-        self.seen.append(_Seen(False, chunk, place, active_bytes))
+    def backward_reads(self, chunk: ChunkKey, place: int, active_bytes: int, rest_bytes: int = 0) -> None:
+        self.seen.append(_Seen(False, chunk, place, active_bytes, rest_bytes))
+
+    def head_ended(self, rest_bytes: int) -> None:
+        self.heads.append((len(self.seen), rest_bytes))
+
+    def growth(self) -> Growth:
+        """Bytes that the step comes to have beside saved tensors, and keeps: gradients."""
+        first = next((at for at, seen in enumerate(self.seen) if not seen.is_forward), len(self.seen))
+        most = begun = max((seen.rest_bytes for seen in self.seen[: first + 1]), default=0)
+        found: dict[tuple[ChunkKey, int], int] = {}
+        last: tuple[ChunkKey, int] | None = None
+        grown = [0] * (first + 1)
+        for seen in self.seen[first:]:
+            most = max(most, seen.rest_bytes)
+            last = last if seen.is_forward else (seen.chunk, seen.place)
+            assert last is not None
+            found[last] = most - begun
+            grown.append(most - begun)
+        heads = (rest_bytes - grown[min(at, len(grown) - 1)] for at, rest_bytes in self.heads)
+        return Growth(found, begun + self._beside_bytes, max(heads, default=0))
+
+    @property
+    def _beside_bytes(self) -> int:
+        """That a backward takes beyond what it reads."""
+        return max(0, self.peak_bytes - max((seen.active_bytes for seen in self.seen), default=0))
 
     def shift(self, nbytes: int) -> None:
         """So many bytes more are active in all of the step."""
@@ -92,15 +138,14 @@ class Trace:
 
 def peak_bytes(trace: Trace, costs: Mapping[Hashable, Cost], rule: Rule, factor: float = 1.0) -> float:
     """Active bytes at most of a step under this rule. factor: as many times as many tokens."""
-    highest = max((seen.active_bytes for seen in trace.seen), default=0)
-    beside_bytes = max(0, trace.peak_bytes - highest)  # what a backward takes beside what it reads
+    beside_bytes = trace._beside_bytes
     live: dict[tuple[ChunkKey, int], float] = {}
     held, most, open_chunk = 0.0, 0.0, None
 
     def grown(nbytes: float) -> float:
         return trace.resident_bytes + factor * max(0.0, nbytes - trace.resident_bytes)
 
-    for is_forward, chunk, place, active_bytes in trace.seen:
+    for is_forward, chunk, place, active_bytes, _ in trace.seen:
         if is_forward:
             cost = costs[trace.kinds[chunk][place]]
             before = 0 if trace.moves else cost.input_bytes
@@ -123,7 +168,7 @@ def moved_bytes(trace: Trace, costs: Mapping[Hashable, Cost], rule: Rule) -> tup
     """Bytes that leave in a step under this rule, whose inputs leave, and the most of them on the host at
     once."""
     held, moved, most = 0, 0, 0
-    for is_forward, chunk, place, _ in trace.seen:
+    for is_forward, chunk, place, _, _ in trace.seen:
         if not rule.is_plain(chunk, place):
             nbytes = costs[trace.kinds[chunk][place]].input_bytes
             held += nbytes if is_forward else -nbytes

@@ -9,6 +9,7 @@
               it what it passed; the rest is dropped without a copy, and the W fetches only what it reads. A
               group that never left is whole until the W: the graph holds it. Of what an I computes again
               `left_bytes` stay from the end of the region's compute to that of the W
+    growth    from the read of a group on its `grown_bytes` are on the device, to the end of the step
 
 Compute is spread over an action's groups by their weights, or by their bytes where no group has one. One
 invariant: what an action is made of depends on no time.
@@ -164,7 +165,10 @@ class _Step:
         for group, need, own_s in zip(own, needs, spread, strict=True):
             own_s += group.again_s
             self.recompute_s += group.again_s
-            if group.region and group.region == region:
+            is_more = group.region > 0 and group.region == region
+            if group.grown_bytes and half != "W":
+                self._grow(group.grown_bytes, len(self.ops) - is_more)
+            if is_more:
                 own_s += self.ops[-1].seconds
                 claims = (self.ops[-1].claims or 0) + group.again_bytes
                 self.ops[-1] = Op(own_s, (*self.ops[-1].needs, need), (), chunk, claims, True, (), False)
@@ -186,6 +190,11 @@ class _Step:
             items.append(len(self.items))
             self.ops.append(Op(0.0, (), (len(self.items),), None, 0, looks=False))
             self.items.append(Item(nbytes, leaves=False))
+
+    def _grow(self, nbytes: int, before: int) -> None:
+        """From this op on, so many bytes more are on the device to the end of the step."""
+        self.ops.insert(before, Op(0.0, (), (len(self.items),), None, 0, looks=False))
+        self.items.append(Item(nbytes, leaves=False))
 
     def _needs(self, chunk: ChunkKey, groups: Sequence[GroupSize], half: str) -> list[Need]:
         (begun, after), items = self._ends[chunk], self._items[chunk]

@@ -74,6 +74,7 @@ class InFlight:
         self.resident_bytes = 0
         self.spilling_bytes = 0
         self.restoring_bytes = 0
+        self._grown_bytes = 0  # of the resident ones, of no block: `grow`
         self._refused_bytes = 0  # of blocks that can be read
         self._spilling: deque[Transfer] = deque()
         self._restoring: deque[Transfer] = deque()
@@ -157,6 +158,17 @@ class InFlight:
         self.resident_bytes += nbytes
         if nbytes > 0:
             self.limits.claim_more(-nbytes)
+            self._make_room(0)
+            self.counts.device_bytes_peak = max(self.counts.device_bytes_peak, self.device_bytes)
+
+    def grow(self, nbytes: int) -> None:
+        """From here on to the end of the step so many bytes of the device limit, in place of those before,
+        are for tensors that nothing makes room for later, such as gradients. Blocks the host: never."""
+        more, self._grown_bytes = nbytes - self._grown_bytes, nbytes
+        self.resident_bytes += more
+        if more > 0:
+            if self.freed_blocks:
+                self.reclaim_freed()
             self._make_room(0)
             self.counts.device_bytes_peak = max(self.counts.device_bytes_peak, self.device_bytes)
 
@@ -401,6 +413,7 @@ class InFlight:
         self._settle_all()
         self._ahead.clear()
         self.limits.claim(0)
+        self.grow(0)
         self.dropped.clear()
         self._no_room = False
         self._largest_bytes = 0

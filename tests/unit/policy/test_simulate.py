@@ -417,6 +417,38 @@ def test_two_recomputes_never_stand_beside_each_other() -> None:
     assert result.peak_bytes == 2 * 2 + 9
 
 
+@pytest.mark.parametrize(
+    ("text", "region", "peaks"),
+    [
+        ("0F0 0B0 0F1 0B1", 0, (20, 25, 33, 33)),
+        ("0F0 0B0 0F1 0B1", 1, (20, 33, 33, 33)),
+        ("0F0 0I0 0W0", 0, (20, 33, 33)),
+    ],
+    ids=["plain", "one region", "halves"],
+)
+def test_what_a_backward_makes_and_keeps_is_there_to_the_end_of_the_step(
+    text: str, region: int, peaks: tuple[int, ...]
+) -> None:
+    """The first chunk's: 5 bytes from the read of its second group on, 8 more from that of its first. Of a
+    split backward, by its I, and what never left is whole until the W has ended."""
+    grown = [GroupSize("x", 10, region, grown_bytes=nbytes) for nbytes in (8, 5)]
+    sizes = {(0, 0): grown, (0, 1): [GroupSize("x", 10) for _ in range(2)]}
+    keep_all = frozenset(GroupKey((0, m), at) for m in range(2) for at in range(2))
+    actions = order(text)
+    sizes = {chunk: own for chunk, own in sizes.items() if any(action.chunk == chunk for action in actions)}
+    result = played(actions, sizes, [2.0] * len(actions), 40, keeps=keep_all)
+    assert result.peaks_bytes == peaks
+    assert result.step_s == pytest.approx(2.0 * len(actions))
+
+
+def test_room_for_what_a_backward_makes_is_made_by_what_is_on_its_way_out() -> None:
+    """Two groups leave, a second each, and 10 bytes come with the read of the second: the first has to be
+    gone by then, and the second before the first comes back."""
+    sizes = {(0, 0): [GroupSize("a", 10), GroupSize("b", 10, grown_bytes=10)]}
+    assert played("0F0 0B0", sizes, [0.2, 0.2], 20).spill_stall_s == pytest.approx(1.8)
+    assert played("0F0 0B0", {(0, 0): [GroupSize("x", 10)] * 2}, [0.2, 0.2], 20).spill_stall_s == 0
+
+
 def test_bytes_on_the_host_count_from_the_queue_to_the_last_read() -> None:
     actions = order("0F0 0F1 0B0 0B1")
     sizes: dict[ChunkKey, list[GroupSize]] = {(0, m): [GroupSize("a", 10)] for m in range(2)}

@@ -418,6 +418,10 @@ def test_a_claim_takes_room_of_the_limit_until_the_next_one_or_the_step_ends() -
     assert rig.states() == 3 * [BlockState.SPILLED] + [BlockState.SPILLING]
     rig.transfers.claim(KIB)  # in place of the first
     assert rig.transfers.device_bytes == 2 * KIB
+    for grown, settles in ((2 * KIB, 3), (3 * KIB, 4), (KIB, 4)):  # each in place of the one before
+        rig.transfers.grow(grown)
+        assert device.waits["settle"] == settles
+    assert rig.transfers.device_bytes == 2 * KIB
     del y
     assert rig.end().device_bytes_peak == 4 * KIB
     assert rig.transfers.device_bytes == 0
