@@ -459,12 +459,12 @@ class Auto(Client):
                 ladder.rule = probes(trace, calls.costs(_kinds_of(trace), _USUAL_LINK), ladder.total_bytes)
         return self._measured == 3
 
-    def _shift(self, nbytes: int) -> None:
-        """Other kinds take so many bytes more from the next step on, and what a backward makes beside them is
-        another amount."""
-        if self.memory.total is not None and self.calls.growth.most:
+    def _shift(self, nbytes: int, changes_gradients: bool) -> None:
+        """Other kinds take so many bytes more from the next step on. changes_gradients: what a backward makes
+        and keeps is another amount then."""
+        if changes_gradients and self.memory.total is not None and self.calls.growth.most:
             self.memory.total.grows(-self.calls.growth.most)
-        self.calls.growth = NO_GROWTH
+            self.calls.growth = NO_GROWTH
         self.memory.shift(nbytes)
 
     def _gradient_bytes(self) -> int:

@@ -289,11 +289,11 @@ class Kinds:
         used = self.now.weights if weights is None else weights.take_peak()
         return max(0, self.now.weights - used)
 
-    def step_ended(self, ladder: Ladder, whole_s: float | None, shift: Callable[[int], None]) -> None:
+    def step_ended(self, ladder: Ladder, whole_s: float | None, shift: Callable[[int, bool], None]) -> None:
         """Decide by whole steps whether another split is tried, or the first one comes back. whole_s: seconds
-        of the step before, from its begin to the begin of the one that has ended. shift: is told the bytes
-        that are beside saved tensors from the next step on. Blocks the host: for about 0.1 s, once, to
-        compare splits."""
+        of the step before, from its begin to the begin of the one that has ended. shift: is told how many
+        bytes more are beside saved tensors from the next step on, and whether gradients stay or leave that
+        did not. Blocks the host: for about 0.1 s, once, to compare splits."""
         has_moved, self._has_moved = self._has_moved, False
         if has_moved and self._streams.weights is not None:
             self._streams.weights.measure_anew()
@@ -301,7 +301,7 @@ class Kinds:
             self._took.setdefault(self.now, []).append(whole_s)
         if self._failed:
             ladder.begin_again(-self._failed, self.first_bytes)
-            shift(-self._failed)
+            shift(-self._failed, True)
             self._failed, self.is_open = 0, False
         if ladder.state is State.REFUSED:
             self.is_open = False
@@ -313,7 +313,7 @@ class Kinds:
             self._compare(ladder, shift)
         ladder.waits = self.is_open
 
-    def _compare(self, ladder: Ladder, shift: Callable[[int], None]) -> None:
+    def _compare(self, ladder: Ladder, shift: Callable[[int, bool], None]) -> None:
         took = self._took.get(self.now, [])
         self._waited += 1
         if self._tried is None:
@@ -386,10 +386,10 @@ class Kinds:
         """Bytes on the device that the split has more than the one that is in place."""
         return device_bytes(self.loads, split) - device_bytes(self.loads, self.now)
 
-    def _go(self, split: Split, ladder: Ladder, shift: Callable[[int], None]) -> None:
+    def _go(self, split: Split, ladder: Ladder, shift: Callable[[int, bool], None]) -> None:
         more, self._due = self._more(split), split
         ladder.begin_again(more, self.first_bytes)
-        shift(more)
+        shift(more, split.gradients is not self.now.gradients)
 
     @property
     def first_bytes(self) -> int:

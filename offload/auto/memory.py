@@ -15,8 +15,9 @@ One invariant: a limit of its own holds while a plan is followed, and the config
 # two peaks need not come at one moment, and the rest is larger in one block than in another. So the first
 # plan is made for less, and its first step measures the rest once more. Then the limit is lowered as soon as
 # a step has nearly taken the total, and raised once several have stayed well below it, up to what the first
-# measurement leaves: where each backward makes its gradients anew the rest grows towards the step's end, and
-# a plan for a higher limit may have its peak there. Once lowered, it rises under another plan only.
+# measurement leaves: a plan for a higher limit may have its peak where the rest is larger. Once lowered, it
+# rises under another plan only. Gradients that a backward makes anew are no part of the rest: the plan and
+# the engine count them from each block's backward on (`Trace.growth`).
 """
 
 from __future__ import annotations
@@ -243,7 +244,7 @@ class AutoMemory:
         self.share.bound("max_spilling_bytes", limit_bytes)
 
     def grows(self, growth: Growth) -> None:
-        """Count what the step that has ended came to have beside saved tensors where it comes, from now on."""
+        """Count from now on what the step that has ended came to have beside saved tensors where it comes."""
         total = self.total
         if total is None or total.rest_bytes is None or not growth.most:
             return

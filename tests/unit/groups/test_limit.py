@@ -7,7 +7,6 @@ not next. And between the halves of a split backward what was held back stays.
 from __future__ import annotations
 
 import random
-from functools import partial
 from typing import Any
 
 import pytest
@@ -67,7 +66,9 @@ def test_limit_holds_in_every_step_of_a_schedule_with_two_stages_a_rank(
         limit_bytes = int(chunks * manager.stats.spill_bytes / (2 * MICROBATCHES))
     monkeypatch.setattr(StepClock, "end_step", lambda self: dict.fromkeys(order, 1e-3))
     # a short search finds a plan that fits, too
-    monkeypatch.setattr(timed, "choose_keeps", partial(choose_keeps, max_trials=12))
+    monkeypatch.setattr(
+        timed, "choose_keeps", lambda *given, **named: choose_keeps(*given, **named | {"max_trials": 12})
+    )
     with installed(build_manager(device_limit_bytes=limit_bytes)) as manager:
         manager.engine.rates = Rates(d2h_bytes_per_s=2e7, h2d_bytes_per_s=2e7)
         driver = Driver(build_stages(2), announced=True)
@@ -103,7 +104,7 @@ def test_limit_holds_whatever_the_times_that_a_plan_is_made_from(
     plans: list[MixedPlan] = []
 
     def choose(*given: Any, **named: Any) -> MixedPlan:
-        plans.append(choose_keeps(*given, max_trials=40, **named))
+        plans.append(choose_keeps(*given, **named | {"max_trials": 40}))
         return plans[-1]
 
     monkeypatch.setattr(timed, "choose_keeps", choose)

@@ -75,9 +75,9 @@ def test_what_stays_is_searched_for_from_what_the_plan_keeps(
     rank under ZBV, planned for 2.3 s, took 3.1 s."""
     starts: list[MixedPlan | None] = []
 
-    def spied(*arguments: Any, start: MixedPlan | None) -> MixedPlan:
+    def spied(*arguments: Any, start: MixedPlan | None, **named: Any) -> MixedPlan:
         starts.append(start)
-        return choose_keeps(*arguments, start=start)
+        return choose_keeps(*arguments, start=start, **named)
 
     monkeypatch.setattr(timed, "choose_keeps", spied)
     manager.engine.rates = SLOW_LINK

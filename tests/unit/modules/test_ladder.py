@@ -705,9 +705,10 @@ def test_before_gradients_are_made_a_plan_has_their_room(
     assert rest_bytes is not None
     assert (growth > 10_000) == (clears == "behind the step")
     assert ("of gradients that its backward makes" in explained) == (growth > 0)
-    auto._shift(100)  # other kinds take more: which gradients are here is another question then
-    assert auto.memory.total.rest_bytes == rest_bytes + 100 + growth
-    assert auto.calls.growth is NO_GROWTH
+    auto._shift(100, changes_gradients=False)  # other kinds take more
+    assert (auto.memory.total.rest_bytes, auto.calls.growth.most) == (rest_bytes + 100, growth)
+    auto._shift(100, changes_gradients=True)
+    assert (auto.memory.total.rest_bytes, auto.calls.growth.most) == (rest_bytes + 200 + growth, 0)
 
 
 def test_more_and_fewer_microbatches_than_were_measured_keep_the_total(
