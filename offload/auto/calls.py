@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import sub
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -225,7 +224,7 @@ class BlockCalls:
             cost=Cost(
                 profile.forward_s * _PASSES + chosen.recompute_s,
                 chosen.made_again_bytes,
-                self._grown_before().get(at, 0),
+                self.growth.come.get(at, 0),
             ),
             required=self.levels is None,
             place=at,
@@ -335,11 +334,6 @@ class BlockCalls:
         step that was measured."""
         return self.growth.by_call.get(at, self.growth.most)
 
-    def _grown_before(self) -> dict[tuple[ChunkKey, int], int]:
-        """By call, bytes that come to stay from the backward before its own to its own."""
-        found = self.growth.by_call
-        return dict(zip(found, map(sub, found.values(), (0, *found.values())), strict=False))
-
     def moved_bytes(self, at: tuple[ChunkKey, int]) -> int:
         """That a plain call which moves what it saves will have back in its backward."""
         chunk, place = at
@@ -398,10 +392,10 @@ class BlockCalls:
         ran, self._ran = self._ran, {}
         self._rules.clear()
         self._step += 1
-        grown = self._grown_before()
+        come = self.growth.come
         return {
             chunk: [
-                self._known(call)._replace(grown_bytes=grown.get((chunk, place), 0))
+                self._known(call)._replace(grown_bytes=come.get((chunk, place), 0))
                 for place, call in enumerate(calls)
             ]
             for chunk, (_, calls) in ran.items()

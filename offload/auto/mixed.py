@@ -100,7 +100,7 @@ class MixedCalls(RecomputedCalls):
         auto, is_recomputed = self._auto, isinstance(call, RecomputedCall)
         if look is not None:
             look.end()
-        if place is not None:
+        if place is not None and auto.calls.trace is not None:
             auto.forward_ended(place)
         if self._root.is_last(self._name):
             auto.blocks_end(self._root, output)

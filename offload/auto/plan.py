@@ -325,7 +325,8 @@ class AutoPlan:
         if lengths.vary or plan.predicted.peak_bytes > limit_bytes:
             return most_bytes
         kept = {chunk: [GroupSize("", round(nbytes))] for chunk, nbytes in plan.kept_bytes.items()}
-        return max(most_bytes, kept_peak_bytes(plan.problem.actions, kept, all_of(kept)))
+        kept_bytes = kept_peak_bytes(plan.problem.actions, kept, all_of(kept))
+        return max(most_bytes, kept_bytes, min(limit_bytes, kept_bytes + plan.problem.grown_bytes))
 
     def pin(self, engine: OffloadEngine, plan: MixedPlan, most_bytes: int) -> bool:
         """Pin what may wait on the host under the plan, as `pin_free`."""

@@ -315,7 +315,10 @@ class StepPlanner:
         }
         most_bytes = limit_bytes - self._room_bytes - left_peak_bytes(known, sizes)
         if not self._varied.lengths.vary:  # this very step is expected again
-            most_bytes = max(most_bytes, kept_peak_bytes(known, kept, all_of(kept)))
+            costs = (group.cost for chunk in seen.chunks for group in chunk.groups if group.cost is not None)
+            kept_bytes = kept_peak_bytes(known, kept, all_of(kept))
+            grown_bytes = sum(cost.grown_bytes for cost in costs)
+            most_bytes = max(most_bytes, kept_bytes, min(limit_bytes, kept_bytes + grown_bytes))
         self.windows.bound("kept_limit_bytes", max(0, most_bytes), replaces=(DEFAULT,))
 
     def _follow_untimed(self, seen: SeenStep) -> None:

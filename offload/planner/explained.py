@@ -216,7 +216,7 @@ class Explanation:
             lines.append(f"Its steps took {self.step_s * 1e3:.1f} ms{why}.")
         if self.total_bytes is not None and self.rest_bytes is not None and self.limit_bytes is not None:
             unseen = "" if self.rest_bytes else " (only a GPU shows them)"
-            made = sum(block.grown_bytes for own in plan.problem.blocks.values() for block in own)
+            made = plan.problem.grown_bytes
             rest = "weights and working set" if made else "weights, gradients and working set"
             beside = f", and for {bytes_text(made)} of gradients that its backward makes" if made else ""
             lines.append(

@@ -63,6 +63,11 @@ class MixtureProblem:
     rest_s: Mapping[Action, float]
     host_limit_bytes: int | None
 
+    @property
+    def grown_bytes(self) -> int:
+        """That the step makes and keeps beside its blocks."""
+        return sum(block.grown_bytes for own in self.blocks.values() for block in own)
+
 
 class State(NamedTuple):
     """A plan to try. The tuples go by the chunks of the problem, in the order of their forwards.

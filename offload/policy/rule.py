@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from operator import sub
 from typing import NamedTuple
 
 from offload.policy.actions import ChunkKey
@@ -62,20 +63,18 @@ class _Seen(NamedTuple):
 
 class Growth(NamedTuple):
     """Bytes of a step beside saved tensors. by_call: that it has made by the backward of a block, at most
-    from there to the next one, beyond what there was before. least: that is, up to the first backward, with
-    what a backward takes beyond what it reads. head: what a head and its loss have, without what was made
-    before."""
+    from there to the next one, beyond what there was before; come: of these, since the backward before that
+    one; most: of all. least: that there were before, up to the first backward, with what a backward takes
+    beyond what it reads. head: what a head and its loss have, without what was made before."""
 
-    by_call: Mapping[tuple[ChunkKey, int], int]
-    least: int
-    head: int
-
-    @property
-    def most(self) -> int:
-        return max(self.by_call.values(), default=0)
+    by_call: Mapping[tuple[ChunkKey, int], int] = {}
+    come: Mapping[tuple[ChunkKey, int], int] = {}
+    most: int = 0
+    least: int = 0
+    head: int = 0
 
 
-NO_GROWTH = Growth({}, 0, 0)
+NO_GROWTH = Growth()
 
 
 @dataclass(slots=True)
@@ -107,17 +106,19 @@ class Trace:
         """Bytes that the step comes to have beside saved tensors, and keeps: gradients."""
         first = next((at for at, seen in enumerate(self.seen) if not seen.is_forward), len(self.seen))
         most = begun = max((seen.rest_bytes for seen in self.seen[: first + 1]), default=0)
-        found: dict[tuple[ChunkKey, int], int] = {}
+        by_call: dict[tuple[ChunkKey, int], int] = {}
         last: tuple[ChunkKey, int] | None = None
         grown = [0] * (first + 1)
         for seen in self.seen[first:]:
             most = max(most, seen.rest_bytes)
-            last = last if seen.is_forward else (seen.chunk, seen.place)
+            if not seen.is_forward and (seen.chunk, seen.place) not in by_call:
+                last = seen.chunk, seen.place
             assert last is not None
-            found[last] = most - begun
+            by_call[last] = most - begun
             grown.append(most - begun)
-        heads = (rest_bytes - grown[min(at, len(grown) - 1)] for at, rest_bytes in self.heads)
-        return Growth(found, begun + self._beside_bytes, max(heads, default=0))
+        come = dict(zip(by_call, map(sub, by_call.values(), (0, *by_call.values())), strict=False))
+        heads = [rest_bytes - grown[min(at, len(grown) - 1)] for at, rest_bytes in self.heads]
+        return Growth(by_call, come, grown[-1], begun + self._beside_bytes, max(heads, default=0))
 
     @property
     def _beside_bytes(self) -> int:

@@ -59,7 +59,10 @@ def test_what_a_backward_makes_is_known_from_the_step_that_was_measured() -> Non
             trace.backward_reads(chunk, place, 1_100, rest_bytes)
     growth = trace.growth()
     assert growth.by_call == {((0, 0), 1): 0, ((0, 0), 0): 70, ((0, 1), 1): 70, ((0, 1), 0): 70}
+    assert growth.come == {((0, 0), 1): 0, ((0, 0), 0): 70, ((0, 1), 1): 0, ((0, 1), 0): 0}
     assert (growth.least, growth.most, growth.head) == (520 + beside, 70, 700)
+    trace.backward_reads((0, 0), 1, 1_100, 600)  # once more: what came since is the last call's
+    assert trace.growth().come == {((0, 0), 1): 0, ((0, 0), 0): 70, ((0, 1), 1): 0, ((0, 1), 0): 10}
     assert Trace(moves=False).growth() == NO_GROWTH
 
 
@@ -691,15 +694,18 @@ def test_before_gradients_are_made_a_plan_has_their_room(
 
     plain = allocated(BLOCKS)
     steps(plain, 22)
-    total = int(0.95 * max(plain.peaks))
+    total = int((0.95 if microbatches == 1 else 0.92) * max(plain.peaks))
     run = allocated(BLOCKS, rate=100 * RATE, device_total=f"{total}B")
     steps(run, 22)
     assert max(run.peaks) <= total
     assert all(map(torch.equal, run.weights(), plain.weights()))
     assert run.ladder.follows_plan
     assert run.handle is not None
-    auto, explained = run.handle._auto, str(run.handle.explain())
+    auto, found = run.handle._auto, run.handle.explain()
     assert auto is not None
+    assert found.moved_bytes is not None
+    planned_bytes, explained = sum(share.moved_bytes for share in found.shares), str(found)
+    assert found.moved_bytes <= planned_bytes + 2_000, "what is planned to stay does, beside gradients"
     assert auto.memory.total is not None
     growth, rest_bytes = auto.calls.growth.most, auto.memory.total.rest_bytes
     assert rest_bytes is not None
