@@ -450,7 +450,7 @@ class Auto(Client):
                     memory.no_room(of_any_rank=bool(calls.peers))
                 return False
             if not calls.peers:  # whose plan has one limit for all
-                calls.growth = trace.growth()
+                calls.growth = trace.growth(0 if memory.total is None else memory.total.rest_bytes or 0)
                 memory.grows(calls.growth)
             trace.shift(unused)
             memory.shift(unused)

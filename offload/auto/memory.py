@@ -248,10 +248,9 @@ class AutoMemory:
         total = self.total
         if total is None or total.rest_bytes is None or not growth.most:
             return
-        least_bytes = min(growth.least, total.rest_bytes)
-        self.head_bytes = max(0, growth.head - max(total.rest_bytes - growth.most, least_bytes))
+        self.head_bytes, least_bytes = max(0, growth.head - total.rest_bytes + growth.most), 0
         if self.head_bytes < _WORTH_A_CLAIM * total.total_bytes:
-            self.head_bytes, least_bytes = 0, max(least_bytes, growth.head)
+            self.head_bytes, least_bytes = 0, growth.head
         total.grows(growth.most, least_bytes)
 
     def shift(self, nbytes: int) -> None:

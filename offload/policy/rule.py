@@ -64,13 +64,11 @@ class _Seen(NamedTuple):
 class Growth(NamedTuple):
     """Bytes of a step beside saved tensors. by_call: that it has made by the backward of a block, at most
     from there to the next one, beyond what there was before; come: of these, since the backward before that
-    one; most: of all. least: that there were before, up to the first backward, with what a backward takes
-    beyond what it reads. head: what a head and its loss have, without what was made before."""
+    one; most: of all. head: what a head and its loss have, without what was made before."""
 
     by_call: Mapping[tuple[ChunkKey, int], int] = {}
     come: Mapping[tuple[ChunkKey, int], int] = {}
     most: int = 0
-    least: int = 0
     head: int = 0
 
 
@@ -102,10 +100,13 @@ class Trace:
     def head_ended(self, rest_bytes: int) -> None:
         self.heads.append((len(self.seen), rest_bytes))
 
-    def growth(self) -> Growth:
-        """Bytes that the step comes to have beside saved tensors, and keeps: gradients."""
+    def growth(self, rest_bytes: int) -> Growth:
+        """Bytes that the step comes to have beside saved tensors, and keeps: gradients. rest_bytes: that
+        there are at most. What a backward takes beyond what it reads may come at any of them, so it is there
+        from the begin on, and so much less comes."""
         first = next((at for at, seen in enumerate(self.seen) if not seen.is_forward), len(self.seen))
         most = begun = max((seen.rest_bytes for seen in self.seen[: first + 1]), default=0)
+        room = max(0, rest_bytes - begun - self._beside_bytes)
         by_call: dict[tuple[ChunkKey, int], int] = {}
         last: tuple[ChunkKey, int] | None = None
         grown = [0] * (first + 1)
@@ -114,11 +115,11 @@ class Trace:
             if not seen.is_forward and (seen.chunk, seen.place) not in by_call:
                 last = seen.chunk, seen.place
             assert last is not None
-            by_call[last] = most - begun
-            grown.append(most - begun)
+            by_call[last] = min(most - begun, room)
+            grown.append(by_call[last])
         come = dict(zip(by_call, map(sub, by_call.values(), (0, *by_call.values())), strict=False))
-        heads = [rest_bytes - grown[min(at, len(grown) - 1)] for at, rest_bytes in self.heads]
-        return Growth(by_call, come, grown[-1], begun + self._beside_bytes, max(heads, default=0))
+        heads = [nbytes - grown[min(at, len(grown) - 1)] for at, nbytes in self.heads]
+        return Growth(by_call, come, grown[-1], max(heads, default=0))
 
     @property
     def _beside_bytes(self) -> int:
