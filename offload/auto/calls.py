@@ -145,6 +145,7 @@ class BlockCalls:
         self.names: dict[ChunkKey, list[str]] = {}
         self.peers = frozenset[int]()
         self.growth = NO_GROWTH
+        self._grown_before = 0  # the step under way
         self._manager = manager
         self._first_bytes: dict[int, int] = {}  # of each stage's first block, in the traced step
         self._rules: dict[ChunkId, Rule] = {}  # of the chunks under way
@@ -182,6 +183,8 @@ class BlockCalls:
         chunk = handler.id
         begun, ran = self._ran.get(chunk, (None, []))
         if begun is not handler.saved:
+            if self.growth.most and not self._ran:
+                self._step_begins(engine)
             ran = []
             self._ran[chunk] = (handler.saved, ran)
             self.names[chunk] = []
@@ -329,10 +332,19 @@ class BlockCalls:
             rest_bytes = active_bytes - engine.transfers.device_bytes
             self.trace.backward_reads(*at, active_bytes + to_come_bytes, rest_bytes)
 
+    def _step_begins(self, engine: OffloadEngine) -> None:
+        """Gradients that are there already, as where a loop keeps them for another step, take their room from
+        the begin on."""
+        rest_bytes = engine.device.active_bytes() - engine.transfers.device_bytes
+        self._grown_before = min(self.growth.most, max(0, rest_bytes - self.growth.resident))
+        if self.levels is not None:
+            with engine.lock:
+                engine.transfers.grow(self._grown_before)
+
     def grown_at(self, at: tuple[ChunkKey, int]) -> int:
-        """Bytes that the step has made by the backward of a call; all of them where that did not run in the
-        step that was measured."""
-        return self.growth.by_call.get(at, self.growth.most)
+        """Bytes that the step has made by the backward of a call, or had before; all of them where that did
+        not run in the step that was measured."""
+        return max(self._grown_before, self.growth.by_call.get(at, self.growth.most))
 
     def moved_bytes(self, at: tuple[ChunkKey, int]) -> int:
         """That a plain call which moves what it saves will have back in its backward."""

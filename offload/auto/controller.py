@@ -344,6 +344,8 @@ class Auto(Client):
         facts = self._ranks.common(ladder.facts(step))
         if self._measured < 3 and not self._measure(engine, ladder, unused, is_over=facts.is_over):
             return
+        if facts.is_over and calls.growth.most and calls.levels is not None:
+            self._passed_by_growth(manager, ladder)
         ladder.ended(step, facts)
         if self.kinds is not None and not calls.peers:  # which would have to move alike
             self.kinds.step_ended(ladder, self._clock.whole_s, self._shift)
@@ -462,10 +464,28 @@ class Auto(Client):
     def _shift(self, nbytes: int, changes_gradients: bool) -> None:
         """Other kinds take so many bytes more from the next step on. changes_gradients: what a backward makes
         and keeps is another amount then."""
-        if changes_gradients and self.memory.total is not None and self.calls.growth.most:
-            self.memory.total.grows(-self.calls.growth.most)
-            self.calls.growth = NO_GROWTH
+        if changes_gradients:
+            self._forget_growth()
+        growth = self.calls.growth
+        self.calls.growth = growth._replace(resident=growth.resident + nbytes)
         self.memory.shift(nbytes)
+
+    def _forget_growth(self) -> None:
+        """What a backward makes is in the rest of each step again."""
+        if self.memory.total is not None and self.calls.growth.most:
+            self.memory.total.grows(-self.calls.growth.most)
+        self.calls.growth = NO_GROWTH
+
+    def _passed_by_growth(self, manager: GroupsManager, ladder: Ladder) -> None:
+        """A step under a plan has passed the total: what it makes may not come as it was measured."""
+        self._forget_growth()
+        limit_bytes = self.memory.limit_bytes
+        if limit_bytes is None:
+            self.plan.follow_none()
+            ladder.plan_fails()
+        else:
+            self.memory.set_limit(limit_bytes)
+            manager.follower.limits_changed()
 
     def _gradient_bytes(self) -> int:
         weights = (weight for root in self._roots for weight in root.parameters())

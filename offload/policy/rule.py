@@ -64,12 +64,14 @@ class _Seen(NamedTuple):
 class Growth(NamedTuple):
     """Bytes of a step beside saved tensors. by_call: that it has made by the backward of a block, at most
     from there to the next one, beyond what there was before; come: of these, since the backward before that
-    one; most: of all. head: what a head and its loss have, without what was made before."""
+    one; most: of all. head: what a head and its loss have, without what was made before. resident: what was
+    active at the step's begin."""
 
     by_call: Mapping[tuple[ChunkKey, int], int] = {}
     come: Mapping[tuple[ChunkKey, int], int] = {}
     most: int = 0
     head: int = 0
+    resident: int = 0
 
 
 NO_GROWTH = Growth()
@@ -103,7 +105,11 @@ class Trace:
     def growth(self, rest_bytes: int) -> Growth:
         """Bytes that the step comes to have beside saved tensors, and keeps: gradients. rest_bytes: that
         there are at most. What a backward takes beyond what it reads may come at any of them, so it is there
-        from the begin on, and so much less comes."""
+        from the begin on, and so much less comes. None where a backward reads again what it has read: that
+        is not freed for what it makes."""
+        reads = [(seen.chunk, seen.place) for seen in self.seen if not seen.is_forward]
+        if len(set(reads)) < len(reads):
+            return NO_GROWTH
         first = next((at for at, seen in enumerate(self.seen) if not seen.is_forward), len(self.seen))
         most = begun = max((seen.rest_bytes for seen in self.seen[: first + 1]), default=0)
         room = max(0, rest_bytes - begun - self._beside_bytes)
@@ -112,14 +118,13 @@ class Trace:
         grown = [0] * (first + 1)
         for seen in self.seen[first:]:
             most = max(most, seen.rest_bytes)
-            if not seen.is_forward and (seen.chunk, seen.place) not in by_call:
-                last = seen.chunk, seen.place
+            last = last if seen.is_forward else (seen.chunk, seen.place)
             assert last is not None
             by_call[last] = min(most - begun, room)
             grown.append(by_call[last])
         come = dict(zip(by_call, map(sub, by_call.values(), (0, *by_call.values())), strict=False))
         heads = [nbytes - grown[min(at, len(grown) - 1)] for at, nbytes in self.heads]
-        return Growth(by_call, come, grown[-1], max(heads, default=0))
+        return Growth(by_call, come, grown[-1], max(heads, default=0), self.resident_bytes)
 
     @property
     def _beside_bytes(self) -> int:
