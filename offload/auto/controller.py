@@ -57,6 +57,9 @@ logger = speaker(__name__)
 _GUESSES = 16
 """Guessed ends that are passed over: before the first optimizer step they may be ends of microbatches."""
 
+_FAR_OVER = 1.05
+"""Of the total: a step that passes it by more makes and keeps something else than the measured one."""
+
 _OF_DEVICE = 0.95
 """Where no total was asked for: of what the device has."""
 
@@ -344,8 +347,11 @@ class Auto(Client):
         facts = self._ranks.common(ladder.facts(step))
         if self._measured < 3 and not self._measure(engine, ladder, unused, is_over=facts.is_over):
             return
-        if facts.is_over and calls.growth.most and calls.levels is not None:
-            self._passed_by_growth(manager, ladder)
+        is_far_over = peak_bytes > _FAR_OVER * ladder.total_bytes
+        if is_far_over and calls.growth.most and calls.levels is not None:  # it does not come as was measured
+            self._forget_growth()
+            plan.follow_none()
+            ladder.plan_fails()
         ladder.ended(step, facts)
         if self.kinds is not None and not calls.peers:  # which would have to move alike
             self.kinds.step_ended(ladder, self._clock.whole_s, self._shift)
@@ -355,8 +361,9 @@ class Auto(Client):
             plan.follow_none()
         elif ladder.wants_plan:
             self._offer_plan(manager, ladder)
-        if ladder.state is not State.SETTLED or ladder.follows_plan:
-            self.memory.is_measured |= ladder.state is not State.SETTLED
+        ends_plan = ladder.ran_plan and not ladder.follows_plan  # its peaks would hide those of the rule
+        if ladder.state is not State.SETTLED or ladder.follows_plan or ends_plan:
+            self.memory.is_measured |= ladder.state is not State.SETTLED or ends_plan
             self.rests.wake()
         elif not self.rests.any:
             self.memory.is_measured = False
@@ -475,17 +482,6 @@ class Auto(Client):
         if self.memory.total is not None and self.calls.growth.most:
             self.memory.total.grows(-self.calls.growth.most)
         self.calls.growth = NO_GROWTH
-
-    def _passed_by_growth(self, manager: GroupsManager, ladder: Ladder) -> None:
-        """A step under a plan has passed the total: what it makes may not come as it was measured."""
-        self._forget_growth()
-        limit_bytes = self.memory.limit_bytes
-        if limit_bytes is None:
-            self.plan.follow_none()
-            ladder.plan_fails()
-        else:
-            self.memory.set_limit(limit_bytes)
-            manager.follower.limits_changed()
 
     def _gradient_bytes(self) -> int:
         weights = (weight for root in self._roots for weight in root.parameters())

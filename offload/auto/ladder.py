@@ -205,6 +205,11 @@ class Ladder:
         return self.state is State.TRYING and is_free and not self.follows_plan
 
     @property
+    def ran_plan(self) -> bool:
+        """Predicate: the step that has ended followed a plan."""
+        return self._before is not None and self._before[0] == "plan"
+
+    @property
     def keeps_all(self) -> bool:
         """Predicate: every block runs plain."""
         trace = self.trace
