@@ -374,8 +374,9 @@ class TotalMemory:
         assert self.rest_bytes is not None
         if self._left_bytes(_AIM) < _LEAST * self._least_bytes:
             return None
+        least_bytes = self._grown_bytes + round(_LEAST * self._least_bytes)
         aim = _FIRST_AIM if self._is_first else _AIM
-        return max(self._left_bytes(aim), self._grown_bytes + round(_LEAST * self._least_bytes))
+        return max(self._left_bytes(aim), min(least_bytes, self._left_bytes(_AIM)))
 
     def _left_bytes(self, aim: float) -> int:
         assert self.rest_bytes is not None
