@@ -357,7 +357,6 @@ class TotalMemory:
         self.rest_bytes: int | None = None
         self.least_peak_bytes = 0
         self._least_bytes = 0  # that the engine counted in such a step
-        self._grown_bytes = 0  # that it counts since (`grows`)
         self._least_rest_bytes = 0  # that it did not
         self._calm = 0  # steps under this limit
         self._highest_bytes = 0  # peak of these
@@ -374,9 +373,8 @@ class TotalMemory:
         assert self.rest_bytes is not None
         if self._left_bytes(_AIM) < _LEAST * self._least_bytes:
             return None
-        least_bytes = self._grown_bytes + round(_LEAST * self._least_bytes)
         aim = _FIRST_AIM if self._is_first else _AIM
-        return max(self._left_bytes(aim), min(least_bytes, self._left_bytes(_AIM)))
+        return max(self._left_bytes(aim), round(_LEAST * self._least_bytes))
 
     def _left_bytes(self, aim: float) -> int:
         assert self.rest_bytes is not None
@@ -391,7 +389,6 @@ class TotalMemory:
         counted_bytes: of them, what the engine counted at most. rest_bytes: what it does not count. vary:
         steps differ in lengths, so the most of them counts."""
         self.rest_bytes = max(rest_bytes, self.rest_bytes or 0) if vary else rest_bytes
-        self._grown_bytes = 0
         self.least_peak_bytes, self._least_bytes = peak_bytes, counted_bytes
         self._least_rest_bytes = self.rest_bytes
         self._is_first = True
@@ -399,9 +396,7 @@ class TotalMemory:
     def grows(self, nbytes: int, least_bytes: int = 0) -> None:
         """So many bytes of the rest, down to `least_bytes`, are counted from here on."""
         assert self.rest_bytes is not None
-        rest_bytes, self.rest_bytes = self.rest_bytes, max(self.rest_bytes - nbytes, least_bytes)
-        self._grown_bytes += rest_bytes - self.rest_bytes
-        self._least_rest_bytes = self.rest_bytes
+        self.rest_bytes = self._least_rest_bytes = max(self.rest_bytes - nbytes, least_bytes)
 
     def shift(self, nbytes: int) -> None:
         """So many bytes more are beside saved tensors from here on."""

@@ -642,7 +642,7 @@ def test_a_total_below_what_is_there_between_steps_is_an_error_before_step_2(
     assert all(map(torch.equal, run.weights(), weights))
 
 
-@pytest.mark.parametrize("limit_bytes", [1 << 30, 6_500], ids=["held", "not held"])
+@pytest.mark.parametrize("limit_bytes", [1 << 30, 8_000], ids=["held", "not held"])
 def test_a_plan_is_tried_only_where_the_host_holds_what_it_moves(
     limit_bytes: int, allocated: Callable[..., AllocatedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -655,7 +655,7 @@ def test_a_plan_is_tried_only_where_the_host_holds_what_it_moves(
     monkeypatch.setattr(manager.engine.arena.budget, "limit_bytes", limit_bytes)
     run.steps(16)
     assert run.handle is not None
-    assert run.ladder.follows_plan == (limit_bytes > 6_500)
+    assert run.ladder.follows_plan == (limit_bytes > 8_000)
     assert max(run.peaks) <= int(total[:-1])
     explained = run.handle.explain()
     assert ("plan, as it is predicted" in str(explained)) == (explained.plan is None)
