@@ -183,7 +183,7 @@ class BlockCalls:
         chunk = handler.id
         begun, ran = self._ran.get(chunk, (None, []))
         if begun is not handler.saved:
-            if self.growth.most and not self._ran:
+            if not self._ran:
                 self._step_begins(engine)
             ran = []
             self._ran[chunk] = (handler.saved, ran)
@@ -319,11 +319,6 @@ class BlockCalls:
             known = self._always[kind] = profile, kept_always(profile.calls)
         return known[1]
 
-    def forward_ended(self, engine: OffloadEngine, at: tuple[ChunkKey, int]) -> None:
-        """The forward of a call has ended."""
-        if self.trace is not None:
-            self.trace.forward_ended(*at, engine.device.active_bytes() - engine.transfers.device_bytes)
-
     def backward_reads(
         self, engine: OffloadEngine, at: tuple[ChunkKey, int], active_bytes: int, to_come_bytes: int = 0
     ) -> None:
@@ -333,13 +328,15 @@ class BlockCalls:
             self.trace.backward_reads(*at, active_bytes + to_come_bytes, rest_bytes)
 
     def _step_begins(self, engine: OffloadEngine) -> None:
-        """Gradients that are there already, as where a loop keeps them for another step, take their room from
-        the begin on."""
+        """Count gradients that are there already, as where a loop keeps them for another step, from the begin
+        on."""
+        self._grown_before = 0
+        if self.levels is None or not self.growth.most:
+            return
         rest_bytes = engine.device.active_bytes() - engine.transfers.device_bytes
         self._grown_before = min(self.growth.most, max(0, rest_bytes - self.growth.resident))
-        if self.levels is not None:
-            with engine.lock:
-                engine.transfers.grow(self._grown_before)
+        with engine.lock:
+            engine.transfers.grow(self._grown_before)
 
     def grown_at(self, at: tuple[ChunkKey, int]) -> int:
         """Bytes that the step has made by the backward of a call, or had before; all of them where that did

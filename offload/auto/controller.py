@@ -202,10 +202,11 @@ class Auto(Client):
             group.close(output, False)
 
     def forward_ended(self, place: tuple[ChunkKey, int]) -> None:
-        """The forward of a block has ended. place: of the call."""
-        engine = self._attached()
-        if engine is not None:
-            self.calls.forward_ended(engine, place)
+        """Note what is beside saved tensors at the end of a block's forward, in a step that is measured.
+        place: of the call."""
+        engine, trace = self._attached(), self.calls.trace
+        if engine is not None and trace is not None:
+            trace.forward_ended(*place, engine.device.active_bytes() - engine.transfers.device_bytes)
 
     def plain_is_read(self, place: tuple[ChunkKey, int] | None, gradients: object) -> None:
         """The backward has come to a block that makes nothing again. place: of the call."""
@@ -458,10 +459,9 @@ class Auto(Client):
                 if ladder.has_no_room:
                     memory.no_room(of_any_rank=bool(calls.peers))
                 return False
-            if not calls.peers:  # whose plan has one limit for all
-                calls.growth = trace.growth(0 if memory.total is None else memory.total.rest_bytes or 0)
-                memory.grows(calls.growth)
             trace.shift(unused)
+            if not calls.peers:  # whose plan has one limit for all
+                calls.growth = memory.count_growth(trace)
             memory.shift(unused)
             ladder.trace = trace
             if not calls.peers:  # which have other room
@@ -469,8 +469,8 @@ class Auto(Client):
         return self._measured == 3
 
     def _shift(self, nbytes: int, changes_gradients: bool) -> None:
-        """Other kinds take so many bytes more from the next step on. changes_gradients: what a backward makes
-        and keeps is another amount then."""
+        """Count what other kinds take from the next step on: so many bytes more. changes_gradients: what a
+        backward makes and keeps is another amount then."""
         if changes_gradients:
             self._forget_growth()
         growth = self.calls.growth
@@ -478,7 +478,7 @@ class Auto(Client):
         self.memory.shift(nbytes)
 
     def _forget_growth(self) -> None:
-        """What a backward makes is in the rest of each step again."""
+        """Count what a backward makes in the rest of each step again, from its begin on."""
         if self.memory.total is not None and self.calls.growth.most:
             self.memory.total.grows(-self.calls.growth.most)
         self.calls.growth = NO_GROWTH

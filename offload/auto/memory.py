@@ -33,7 +33,7 @@ from offload.engine import OffloadEngine
 from offload.errors import DeviceTotalError, HostBudgetError
 from offload.groups.group import HEAD
 from offload.groups.manager import GroupsManager
-from offload.policy.rule import Growth
+from offload.policy.rule import NO_GROWTH, Growth, Trace
 from offload.sizes import bytes_text
 from offload.telemetry.records import StepStats
 from offload.telemetry.speaker import Once, speaker
@@ -236,22 +236,27 @@ class AutoMemory:
         own: the plan is made without one.
 
         Source: W2 within 22 GB, one H200, 2.75 GB under way at most: compute waited 0.39 s of a step of
-            3.67 s that the plan said has no waits (November 2026).
+            3.67 s that the plan said has no waits (`bench_stage.py --workload W2 --rows ours_auto
+            --device-limit-gb 22`, November 2026).
         """
         self._limited = True
         # the total counts everything, so no limit of the config holds beside it
         self.share.bound("device_limit_bytes", limit_bytes, replaces=(CONFIG,))
         self.share.bound("max_spilling_bytes", limit_bytes)
 
-    def grows(self, growth: Growth) -> None:
-        """Count from now on what the step that has ended came to have beside saved tensors where it comes."""
+    def count_growth(self, trace: Trace) -> Growth:
+        """Take what the measured step came to have beside saved tensors out of the rest. Returns it, to be
+        counted where it comes; none where there is no total."""
         total = self.total
-        if total is None or total.rest_bytes is None or not growth.most:
-            return
-        self.head_bytes, least_bytes = max(0, growth.head - total.rest_bytes + growth.most), 0
-        if self.head_bytes < _WORTH_A_CLAIM * total.total_bytes:
-            self.head_bytes, least_bytes = 0, growth.head
-        total.grows(growth.most, least_bytes)
+        if total is None or total.rest_bytes is None:
+            return NO_GROWTH
+        growth = trace.growth(total.rest_bytes)
+        if growth.most:
+            self.head_bytes, least_bytes = max(0, growth.head - total.rest_bytes + growth.most), 0
+            if self.head_bytes < _WORTH_A_CLAIM * total.total_bytes:
+                self.head_bytes, least_bytes = 0, growth.head
+            total.grows(growth.most, least_bytes)
+        return growth
 
     def shift(self, nbytes: int) -> None:
         """So many bytes more are beside saved tensors from the next step on."""
@@ -394,7 +399,8 @@ class TotalMemory:
         self._is_first = True
 
     def grows(self, nbytes: int, least_bytes: int = 0) -> None:
-        """So many bytes of the rest, down to `least_bytes`, are counted from here on."""
+        """Take so many bytes out of the rest, down to `least_bytes`, or put them back below 0: the engine
+        counts them from here on."""
         assert self.rest_bytes is not None
         self.rest_bytes = self._least_rest_bytes = max(self.rest_bytes - nbytes, least_bytes)
 

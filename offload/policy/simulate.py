@@ -192,7 +192,7 @@ class _Step:
             self.items.append(Item(nbytes, leaves=False))
 
     def _grow(self, nbytes: int, before: int) -> None:
-        """From this op on, so many bytes more are on the device to the end of the step."""
+        """Put so many bytes more on the device, from this op on to the end of the step."""
         self.ops.insert(before, Op(0.0, (), (len(self.items),), None, 0, looks=False))
         self.items.append(Item(nbytes, leaves=False))
 

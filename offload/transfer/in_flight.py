@@ -162,8 +162,9 @@ class InFlight:
             self.counts.device_bytes_peak = max(self.counts.device_bytes_peak, self.device_bytes)
 
     def grow(self, nbytes: int) -> None:
-        """From here on to the end of the step so many bytes of the device limit, in place of those before,
-        are for tensors that nothing makes room for later, such as gradients. Blocks the host: never."""
+        """Take so many bytes of the device limit, in place of those before, for tensors that no block has and
+        that stay to the end of the step, such as gradients. Compute waits for the oldest copies out, as for
+        `claim`; the host never blocks."""
         more, self._grown_bytes = nbytes - self._grown_bytes, nbytes
         self.resident_bytes += more
         if more > 0:
