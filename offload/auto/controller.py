@@ -516,8 +516,7 @@ class Auto(Client):
             ladder.no_plan()
             return
         rule_s = ladder.seconds()
-        most_new_bytes = _MOST_PIECES * _pinned_in(rule_s or 0.0)
-        found = None if rule_s is None else plan.ready(manager, most_new_bytes)
+        found = None if rule_s is None else plan.ready(manager, _MOST_PIECES * _pinned_in(rule_s))
         if found is None or rule_s is None:
             if not plan.is_searched:
                 self._offers += 1
@@ -533,7 +532,7 @@ class Auto(Client):
         engine, held_bytes = manager.engine, manager.engine.arena.held_bytes
         compared_s = _seconds_under(ladder.rule, found) if plan.recent.lengths.vary else rule_s
         is_slower = self.total_bytes is not None and found.predicted_step_s >= _WORTH_A_TRIAL * compared_s
-        has_host = plan.has_host(engine, found, most_new_bytes)
+        has_host = plan.has_host(engine, found)
         if has_host and not is_slower:
             if plan.pin(engine, found, _pinned_in(rule_s)):
                 plan.make_if_wanted(manager)

@@ -102,6 +102,7 @@ class AutoPlan:
         self._shape_before: object = None
         self._lengths: Mapping[int, float] = {}  # that the plan is for, by stage
         self._host_limit_bytes: int | None = None  # of plans that are searched for
+        self._most_held_bytes = 0  # pinned, for the one that was
 
     def step_ended(self, manager: GroupsManager, ran: Mapping[ChunkKey, Sequence[Ran]]) -> None:
         """A step with a backward has ended. A shape that comes twice in a row is planned for, and so are
@@ -209,8 +210,9 @@ class AutoPlan:
                 return None
             engine = manager.engine
             if engine.device.pins:
-                free_bytes = self._most_host_bytes(engine, most_new_bytes) - engine.arena.lent_bytes
-                self._host_limit_bytes = max(0, round(free_bytes / _HOST_ROOM))
+                self._most_held_bytes = engine.arena.held_bytes + most_new_bytes
+                most_bytes = min(engine.arena.budget.limit_bytes, self._most_held_bytes)
+                self._host_limit_bytes = max(0, round((most_bytes - engine.arena.lent_bytes) / _HOST_ROOM))
             choose = self._choice(engine, work, patience=1)
             if choose is None:
                 return False
@@ -332,15 +334,13 @@ class AutoPlan:
         """Pin what may wait on the host under the plan, as `pin_free`."""
         return pin_free(engine, self._host_bytes(plan), most_bytes)
 
-    def has_host(self, engine: OffloadEngine, plan: MixedPlan, most_new_bytes: int) -> bool:
-        """Return True if the host's budget holds what may wait there under the plan, and no more than
-        `most_new_bytes` are still to be pinned: what finds no memory would stay on the device."""
+    def has_host(self, engine: OffloadEngine, plan: MixedPlan) -> bool:
+        """Return True if the host's budget holds what may wait there under the plan, and it is no more than
+        there could be when its search began, whatever was given back since: what finds no memory would stay
+        on the device."""
         wanted_bytes = self._host_bytes(plan) + engine.arena.lent_bytes
-        return not engine.device.pins or wanted_bytes <= self._most_host_bytes(engine, most_new_bytes)
-
-    @staticmethod
-    def _most_host_bytes(engine: OffloadEngine, most_new_bytes: int) -> int:
-        return min(engine.arena.budget.limit_bytes, engine.arena.held_bytes + most_new_bytes)
+        most_bytes = min(engine.arena.budget.limit_bytes, self._most_held_bytes)
+        return not engine.device.pins or wanted_bytes <= most_bytes
 
     def _host_bytes(self, plan: MixedPlan) -> int:
         """Bytes that may wait on the host at once: all that blocks save at their levels, and less where the

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from offload import PipelineOffloadManager
+from offload.auto import controller
 from offload.auto.ladder import Ended, Facts, Ladder, State, Tried
+from offload.auto.plan import AutoPlan
 from offload.errors import DeviceTotalError
 from offload.policy.rule import Cost, Rule, Trace, fitting, peak_bytes
 from tests.unit.groups.stack import build_manager
@@ -647,6 +649,31 @@ def test_a_plan_is_tried_only_where_the_host_holds_what_it_moves(
         assert limits._bounds[share, "max_spilling_bytes"].nbytes == int(total[:-1]) // 8
     assert run.ladder.state is State.SETTLED
     assert all(map(torch.equal, run.weights(), weights))
+
+
+def test_host_memory_that_is_given_back_during_the_search_is_pinned_again_for_its_plan(
+    allocated: Callable[..., AllocatedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is 4.7 kB, and 3.6 kB more than were held at the search's begin may be pinned beside steps."""
+    plain_bytes, _ = plain_run(allocated, 16)
+    run = allocated(BLOCKS, rate=100 * RATE, device_total=halfway(allocated, plain_bytes))
+    manager = PipelineOffloadManager.OFFLOAD_MGR
+    assert manager is not None
+    arena, ready = manager.engine.arena, AutoPlan.ready
+    found: list[object] = []
+
+    def then_given_back(plan: AutoPlan, *given: Any) -> Any:
+        found.append(ready(plan, *given))
+        if len(found) == 1:
+            arena.trim(0)
+        return found[-1]
+
+    monkeypatch.setattr(controller, "_pinned_in", lambda step_s: 300)
+    monkeypatch.setattr(AutoPlan, "ready", then_given_back)
+    run.steps(16)
+    assert found
+    assert run.ladder.follows_plan
+
 
 
 def test_more_and_fewer_microbatches_than_were_measured_keep_the_total(
