@@ -409,7 +409,8 @@ class _ProfileMode(CallMode):
         for call in self.calls:
             assert call.events is not None
             event_s = device.elapsed_ms(*call.events) / 1e3
-            timed.append(TimedCall(event_s, call.host_s, call.flops, call.touched_bytes))
+            numbers = event_s, call.host_s, call.flops, call.touched_bytes
+            timed.append(TimedCall(*numbers, makes=call.elements > 0))
         return settled_seconds(timed)
 
     def settle(self) -> None:

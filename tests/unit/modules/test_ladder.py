@@ -675,7 +675,6 @@ def test_host_memory_that_is_given_back_during_the_search_is_pinned_again_for_it
     assert run.ladder.follows_plan
 
 
-
 def test_more_and_fewer_microbatches_than_were_measured_keep_the_total(
     allocated: Callable[..., AllocatedRun],
 ) -> None:
