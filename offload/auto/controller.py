@@ -234,6 +234,7 @@ class Auto(Client):
             engine.transfers.claim(0)
             self.plan.end()
             self.memory.share.bound("max_spilling_bytes", None)
+            self._manager().follower.planner.trimmer.waits = False
 
     def is_of(self, engine: OffloadEngine) -> bool:
         """Return True if this mode plans for the engine, or will."""
@@ -346,7 +347,8 @@ class Auto(Client):
         unused = 0 if self.kinds is None else self.kinds.take_unused()
         step = Ended(peak_bytes, self._input_bytes, seconds_before, plan.is_new, is_final, unused)
         facts = self._ranks.common(ladder.facts(step))
-        if self._measured < 3 and not self._measure(engine, ladder, unused, is_over=facts.is_over):
+        was_measured, trimmer = self._measured == 3, manager.follower.planner.trimmer
+        if not was_measured and not self._measure(engine, ladder, unused, is_over=facts.is_over):
             return
         is_far_over = peak_bytes > _FAR_OVER * ladder.total_bytes
         if is_far_over and calls.growth.most and calls.levels is not None:  # it does not come as was measured
@@ -363,6 +365,9 @@ class Auto(Client):
         elif ladder.wants_plan:
             self._offer_plan(manager, ladder)
         ends_plan = ladder.ran_plan and not ladder.follows_plan  # its peaks would hide those of the rule
+        trimmer.waits = not ladder.follows_plan
+        if ends_plan or not was_measured:  # later, one of the steps that are settled would take longer
+            trimmer.release_soon()
         if ladder.state is not State.SETTLED or ladder.follows_plan or ends_plan:
             self.memory.is_measured |= ladder.state is not State.SETTLED or ends_plan
             self.rests.wake()

@@ -61,9 +61,11 @@ all of them again."""
 
 
 class Trimmer:
-    """Gives memory back once for each final plan, and again where a long shape is forgotten."""
+    """Gives memory back once for each final plan, and again where a long shape is forgotten. waits: device
+    memory only where `release_soon` asks for it."""
 
     def __init__(self, engine: OffloadEngine) -> None:
+        self.waits = False
         self._engine = engine
         self._trimmed = self._trimmed_plan = False  # host memory: ever, and for this plan
         # device memory: at the next step's begin, and for this plan
@@ -88,8 +90,13 @@ class Trimmer:
             # pieces go whole: with one to spare, what a step needs stays and is not pinned again
             arena.trim(max(self._wanted_bytes, stats.host_bytes_wanted_peak) + arena.registration_bytes)
             self._trimmed = self._trimmed_plan = True
-        if config.trim_device and not self._released_plan:
-            self._release_due = self._released_plan = True
+        if not (self._released_plan or self.waits):
+            self._released_plan = True
+            self.release_soon()
+
+    def release_soon(self) -> None:
+        """Give device memory back at the next step's begin."""
+        self._release_due = self._engine.config.trim_device
 
     def step_ended(self) -> None:
         """Count what a step of any shape wanted on the host. The most that one has wanted is forgotten if

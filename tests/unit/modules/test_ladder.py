@@ -493,6 +493,32 @@ def test_where_lengths_vary_a_plan_is_tried_that_is_faster_for_its_own_step(
     assert run.ladder.follows_plan
 
 
+@pytest.mark.parametrize(
+    ("most_launches", "wins", "expected"),
+    [(0.3, True, [3, 11]), (0.3, False, [3, 11, 20]), (-1.0, False, [3])],
+    ids=["a plan", "a plan that loses", "no plan"],
+)
+def test_cached_device_memory_goes_back_behind_measured_steps_and_plans_and_once_under_one(
+    most_launches: float,
+    wins: bool,
+    expected: list[int],
+    allocated: Callable[..., AllocatedRun],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the first step that follows the rule, and not once that is settled: the driver is slow."""
+    plain_bytes, _ = plain_run(allocated, 16)
+    run = allocated(BLOCKS, rate=100 * RATE, device_total=halfway(allocated, plain_bytes))
+    released: list[int] = []
+    monkeypatch.setattr(run.device, "release_cached", lambda _: released.append(len(run.seconds)) or 0)
+    monkeypatch.setattr(controller, "_MOST_LAUNCHES", most_launches)
+    if not wins:
+        monkeypatch.setattr(Ladder, "_wins", lambda ladder, new, old: new != "plan")
+    run.steps(24)
+    assert run.ladder.state is State.SETTLED
+    assert run.ladder.follows_plan == wins
+    assert released == expected
+
+
 def test_no_plan_is_tried_where_the_host_hardly_keeps_ahead_of_the_device(
     allocated: Callable[..., AllocatedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
