@@ -44,6 +44,7 @@ def state_of(model: nn.Module, optimizer: AdamW) -> Iterator[Tensor]:
         yield from (each, each.grad, *optimizer.state[each].values())
 
 
+@pytest.mark.usefixtures("clean_allocator")  # a cached segment of another test would be shared, too
 def test_a_run_that_parks_has_its_bits_and_gives_its_memory_back(engine: OffloadEngine) -> None:
     (model, optimizer), (plain, other) = in_training(), in_training()
     torch.backends.cuda.matmul.allow_tf32 = False
