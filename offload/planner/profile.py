@@ -282,9 +282,9 @@ def settled_seconds(calls: Sequence[TimedCall]) -> list[float]:
     not far longer than its launch is taken at the best of these rates, within its bounds. Without any long
     call it is what the launch does not explain.
 
-    Source: the block of W1, W2 and WV on an H200, whose attention has no known flops: by the bytes of long
-        calls alone, which it may be the only one of, what no product or attention makes took 1.0, 2.4, 3.3
-        and 2.6 ms in four processes of a day, and 0.8 at the rate of the device's memory (November 2026).
+    Source: the block of W1, W2 and WV on an H200, whose attention has no known flops. While long calls alone
+        told the rate of bytes, all calls but products and attention took 1.0, 2.4, 2.6 and 3.3 ms in four
+        processes of a day. At the rate of the device's memory they take 0.8 (November 2026).
     """
     flop_rate = max((c.flops / c.event_s for c in calls if c.flops and _is_trusted(c)), default=0.0)
     byte_rate = max(
