@@ -258,19 +258,23 @@ def _lost(more: Level, level: Level, less: Level) -> float:
 # -- seconds -------------------------------------------------------------------------------------------------
 class TimedCall(NamedTuple):
     """event_s: between two events around the call. host_s: of the host between their records. flops: 0 where
-    they are not known. touched_bytes: of inputs and outputs. makes: it returns bytes of its own."""
+    they are not known. touched_bytes: of inputs and outputs. made_bytes: of outputs that are no views."""
 
     event_s: float
     host_s: float
     flops: int
     touched_bytes: int
-    makes: bool = True
+    made_bytes: int
 
 
 _TRUSTED = 4.0  # event_s over host_s: of such a pair the launch is a quarter at most
 
 _KERNEL_S = 50e-6
 """A call whose pair takes so long has a kernel, or waited for the host: making an empty tensor takes less."""
+
+_MOST_TOUCHED = 4
+"""Bytes that a call reads and writes at most for each that it makes: a gather has a whole table as its input,
+and reads little of it."""
 
 
 def settled_seconds(calls: Sequence[TimedCall]) -> list[float]:
@@ -288,7 +292,11 @@ def settled_seconds(calls: Sequence[TimedCall]) -> list[float]:
     """
     flop_rate = max((c.flops / c.event_s for c in calls if c.flops and _is_trusted(c)), default=0.0)
     byte_rate = max(
-        (c.touched_bytes / c.event_s for c in calls if not c.flops and c.makes and c.event_s >= _KERNEL_S),
+        (
+            min(c.touched_bytes, _MOST_TOUCHED * c.made_bytes) / c.event_s
+            for c in calls
+            if not c.flops and c.event_s >= _KERNEL_S
+        ),
         default=0.0,
     )
     found = []

@@ -83,6 +83,7 @@ class _Call:
     events: tuple[Event, Event] | None = None
     flops: int = 0
     touched_bytes: int = 0
+    made_bytes: int = 0
     made: dict[int, int] = field(default_factory=dict)
     elements: int = 0
     probes: list[tuple[torch.Tensor, int]] = field(default_factory=list)
@@ -329,6 +330,7 @@ class _ProfileMode(CallMode):
         made = [part for part in outputs if part.untyped_storage()._cdata not in given]
         if len(made) < len(outputs) and not call.why_not:
             call.why_not = "it returns bytes of its input"
+        call.made_bytes = sum(part.nbytes for part in made)
         for part in made:
             storage = part.untyped_storage()
             self._made[storage._cdata] = WeakStorage(storage), call
@@ -409,8 +411,8 @@ class _ProfileMode(CallMode):
         for call in self.calls:
             assert call.events is not None
             event_s = device.elapsed_ms(*call.events) / 1e3
-            numbers = event_s, call.host_s, call.flops, call.touched_bytes
-            timed.append(TimedCall(*numbers, makes=call.elements > 0))
+            numbers = call.flops, call.touched_bytes, call.made_bytes
+            timed.append(TimedCall(event_s, call.host_s, *numbers))
         return settled_seconds(timed)
 
     def settle(self) -> None:

@@ -167,22 +167,23 @@ def test_a_place_in_the_menu_keeps_the_same_calls_at_every_length() -> None:
 
 def test_seconds_of_short_calls_follow_from_the_rates_of_long_ones() -> None:
     """Long ones compute 100 flops a second, and another touches 5,000 bytes. A short call takes what its
-    work says, within what its pair of events allows; what makes nothing says nothing of a rate."""
+    work says, within what its pair of events allows; what makes little says little of a rate."""
     calls = [
-        TimedCall(10.0, 0.1, 1000, 400),
-        TimedCall(8.0, 0.1, 0, 400),
-        TimedCall(1.0, 0.9, 50, 10),  # 0.5 by its flops
-        TimedCall(1.0, 0.9, 0, 1),  # 0.001 by its bytes; the launch explains 0.9
-        TimedCall(1.0, 2.0, 0, 1000),
-        TimedCall(3.0, 3.0, 0, 1000),  # as the one before, but for its launch
-        TimedCall(1.0, 1.0, 0, 5000),  # 5 by its bytes; the pair took 1
-        TimedCall(1.0, 1.0, 0, 9000, makes=False),
-        TimedCall(1e-6, 1.0, 0, 9000),  # an empty tensor
+        TimedCall(10.0, 0.1, 1000, 400, 400),
+        TimedCall(8.0, 0.1, 0, 400, 400),
+        TimedCall(1.0, 0.9, 50, 10, 10),  # 0.5 by its flops
+        TimedCall(1.0, 0.9, 0, 1, 1),  # 0.001 by its bytes; the launch explains 0.9
+        TimedCall(1.0, 2.0, 0, 1000, 400),
+        TimedCall(3.0, 3.0, 0, 1000, 400),  # as the one before, but for its launch
+        TimedCall(1.0, 1.0, 0, 5000, 1250),  # 5 by its bytes; the pair took 1
+        TimedCall(1.0, 1.0, 0, 9000, 0),
+        TimedCall(1.0, 1.0, 0, 9000, 1000),  # a gather
+        TimedCall(1e-6, 1.0, 0, 9000, 9000),  # an empty tensor
     ]
-    expected = [10.0, 8.0, 0.5, 0.1, 0.2, 0.2, 1.0, 1.0, 1e-6]
+    expected = [10.0, 8.0, 0.5, 0.1, 0.2, 0.2, 1.0, 1.0, 1.0, 1e-6]
     assert settled_seconds(calls) == pytest.approx(expected)
     assert settled_seconds(calls[2:]) == pytest.approx([0.1, *expected[3:]])
-    assert settled_seconds([TimedCall(1e-6, 1.0, 0, 9000)]) == [0.0]
+    assert settled_seconds(calls[-1:]) == [0.0]
 
 
 def test_seconds_of_a_forward_without_a_profiler_replace_the_profiles_own_at_the_same_levels() -> None:
