@@ -42,6 +42,7 @@ from offload.device import Device, Event
 from offload.engine import OffloadEngine
 from offload.groups.group import HEAD, Cost
 from offload.groups.manager import GroupsManager
+from offload.groups.step_planner import Trimmer
 from offload.modules.hooks import output_tensors
 from offload.modules.root import ModelRoot
 from offload.params.view import local_of
@@ -58,7 +59,7 @@ _GUESSES = 16
 """Guessed ends that are passed over: before the first optimizer step they may be ends of microbatches."""
 
 _FAR_OVER = 1.05
-"""Of the total: a step that passes it by more makes and keeps something else than the measured one."""
+"""Share of the total: a step that passes it by more makes and keeps something else than the measured one."""
 
 _OF_DEVICE = 0.95
 """Where no total was asked for: of what the device has."""
@@ -108,6 +109,7 @@ class Auto(Client):
         self._manager = manager
         self._made_for = weakref.ref(manager().engine)
         self._engine: weakref.ref[OffloadEngine] | None = None
+        self._trimmer: weakref.ref[Trimmer] | None = None  # that waits
         self._parts = 0  # of steps, that were passed over
         self._is_rest = False  # a part of the step under way has ended
         self._roots = weakref.WeakSet[ModelRoot]()
@@ -140,7 +142,7 @@ class Auto(Client):
         before = self._attached()
         if before is not engine:
             if before is not None:
-                self.plan.end()
+                self._end_plan()
                 self.memory.share.end()
                 self._measured, self._clock = 0, _Clock()
                 self.rests.wake()
@@ -232,9 +234,15 @@ class Auto(Client):
         if not self.models and engine is not None:
             engine.detach(self)
             engine.transfers.claim(0)
-            self.plan.end()
+            self._end_plan()
             self.memory.share.bound("max_spilling_bytes", None)
-            self._manager().follower.planner.trimmer.waits = False
+
+    def _end_plan(self) -> None:
+        """Leave the engine as it would plan by itself."""
+        self.plan.end()
+        trimmer = None if self._trimmer is None else self._trimmer()
+        if trimmer is not None:  # the manager of now may be another one
+            trimmer.waits = False
 
     def is_of(self, engine: OffloadEngine) -> bool:
         """Return True if this mode plans for the engine, or will."""
@@ -365,7 +373,7 @@ class Auto(Client):
         elif ladder.wants_plan:
             self._offer_plan(manager, ladder)
         ends_plan = ladder.ran_plan and not ladder.follows_plan  # its peaks would hide those of the rule
-        trimmer.waits = not ladder.follows_plan
+        self._trimmer, trimmer.waits = weakref.ref(trimmer), not ladder.follows_plan
         if ends_plan or not was_measured:  # later, one of the steps that are settled would take longer
             trimmer.release_soon()
         if ladder.state is not State.SETTLED or ladder.follows_plan or ends_plan:

@@ -36,7 +36,7 @@ _UNITS_A_CHUNK = 64
 
 
 _TRIALS = 64
-"""Of a plan, whose search blocks the host between two steps: 0.1 s of W2's step, where 319 trials take 0.5.
+"""Simulated steps of a plan, whose search blocks the host: 0.1 s of W2's step, where 319 trials take 0.5.
 By calculation, over the six stages of tests/unit/policy/mixtures.py at two levels and seven limits, plans of
 all trials are as long in the mean (1.001) and 1.8% shorter at most (November 2026)."""
 

@@ -286,9 +286,9 @@ def settled_seconds(calls: Sequence[TimedCall]) -> list[float]:
     not far longer than its launch is taken at the best of these rates, within its bounds. Without any long
     call it is what the launch does not explain.
 
-    Source: the block of W1, W2 and WV on an H200, whose attention has no known flops. While long calls alone
-        told the rate of bytes, all calls but products and attention took 1.0, 2.4, 2.6 and 3.3 ms in four
-        processes of a day. At the rate of the device's memory they take 0.8 (November 2026).
+    Source: five plans for one kind of block on an H200, made while long calls alone told the rate of bytes,
+        took a recompute of its norms and activations for 1.0 to 3.3 ms; the 3 GB that it touches are 0.8 ms
+        at the memory's rate (docs/log.md, November 2026).
     """
     flop_rate = max((c.flops / c.event_s for c in calls if c.flops and _is_trusted(c)), default=0.0)
     byte_rate = max(

@@ -16,7 +16,7 @@ __all__ = ["allocated"]
 
 
 def test_what_a_backward_makes_is_known_from_the_step_that_was_measured() -> None:
-    """By the most so far, forwards between two backwards with the first of these. A head has what was made
+    """It is the most so far, forwards between two backwards with the first of these. A head has what was made
     before it beside its own."""
     trace, beside = trace_of("aa"), 30
     trace.peak_bytes += beside

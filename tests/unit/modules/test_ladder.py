@@ -505,7 +505,7 @@ def test_cached_device_memory_goes_back_behind_measured_steps_and_plans_and_once
     allocated: Callable[..., AllocatedRun],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the first step that follows the rule, and not once that is settled: the driver is slow."""
+    """It goes back in the first step that follows the rule, not once that is settled: the driver is slow."""
     plain_bytes, _ = plain_run(allocated, 16)
     run = allocated(BLOCKS, rate=100 * RATE, device_total=halfway(allocated, plain_bytes))
     released: list[int] = []
@@ -517,6 +517,15 @@ def test_cached_device_memory_goes_back_behind_measured_steps_and_plans_and_once
     assert run.ladder.state is State.SETTLED
     assert run.ladder.follows_plan == wins
     assert released == expected
+    manager = PipelineOffloadManager.OFFLOAD_MGR
+    assert manager is not None
+    assert run.handle is not None
+    assert manager.follower.planner.trimmer.waits != wins
+    PipelineOffloadManager.OFFLOAD_MGR = None
+    run.handle.remove()
+    assert not manager.follower.planner.trimmer.waits
+    assert PipelineOffloadManager.OFFLOAD_MGR is None, "the end of a mode builds no manager"
+    manager.close()
 
 
 def test_no_plan_is_tried_where_the_host_hardly_keeps_ahead_of_the_device(
