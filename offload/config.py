@@ -195,9 +195,9 @@ class OffloadConfig:
     """Bytes pinned at construction, so that the first step finds its blocks."""
 
     trim_host: bool = True
-    """Give pinned memory back that a steady step does not use, once the plan is final. Blocks the host then.
-    What a later step, of another shape, needs again is kept from then on, and goes back once a thousand
-    steps have not wanted it."""
+    """Give pinned memory back that a steady step does not use, once the plan is final. Blocks the host then,
+    for at most half a GiB in a step and some steps apart. What a later step, of another shape, needs again is
+    kept from then on, and goes back once a thousand steps have not wanted it."""
 
     trim_device: bool = True
     """Give cached device memory back, once the plan is final, where torch's allocator holds more than a

@@ -109,7 +109,7 @@ class Auto(Client):
         self._manager = manager
         self._made_for = weakref.ref(manager().engine)
         self._engine: weakref.ref[OffloadEngine] | None = None
-        self._trimmer: weakref.ref[Trimmer] | None = None  # that waits
+        self._trimmer: weakref.ref[Trimmer] | None = None  # that waits, or keeps
         self._parts = 0  # of steps, that were passed over
         self._is_rest = False  # a part of the step under way has ended
         self._roots = weakref.WeakSet[ModelRoot]()
@@ -242,7 +242,7 @@ class Auto(Client):
         self.plan.end()
         trimmer = None if self._trimmer is None else self._trimmer()
         if trimmer is not None:  # the manager of now may be another one
-            trimmer.waits = False
+            trimmer.waits = trimmer.keeps_host = False
 
     def is_of(self, engine: OffloadEngine) -> bool:
         """Return True if this mode plans for the engine, or will."""
@@ -356,6 +356,7 @@ class Auto(Client):
         step = Ended(peak_bytes, self._input_bytes, seconds_before, plan.is_new, is_final, unused)
         facts = self._ranks.common(ladder.facts(step))
         was_measured, trimmer = self._measured == 3, manager.follower.planner.trimmer
+        self._trimmer, trimmer.keeps_host = weakref.ref(trimmer), True
         if not was_measured and not self._measure(engine, ladder, unused, is_over=facts.is_over):
             return
         is_far_over = peak_bytes > _FAR_OVER * ladder.total_bytes
@@ -373,8 +374,9 @@ class Auto(Client):
         elif ladder.wants_plan:
             self._offer_plan(manager, ladder)
         ends_plan = ladder.ran_plan and not ladder.follows_plan  # its peaks would hide those of the rule
-        self._trimmer, trimmer.waits = weakref.ref(trimmer), not ladder.follows_plan
-        if ends_plan or not was_measured:  # later, one of the steps that are settled would take longer
+        trimmer.keeps_host = ladder.state not in (State.SETTLED, State.REFUSED)
+        trimmer.waits = trimmer.keeps_host and not ladder.follows_plan
+        if not was_measured:  # what the measured steps made goes back before a step is compared
             trimmer.release_soon()
         if ladder.state is not State.SETTLED or ladder.follows_plan or ends_plan:
             self.memory.is_measured |= ladder.state is not State.SETTLED or ends_plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from offload import (
 )
 from offload.device.sim import SimDevice
 from offload.groups.seen import SeenStep, StepClock
-from offload.groups.step_planner import StepPlanner
+from offload.groups.step_planner import StepPlanner, Trimmer
 from offload.groups.timed import Unit, cut_into_units, stays_of
 from offload.policy.actions import Action, GroupSize, Rates
 from tests.unit.groups.stack import (
@@ -190,6 +191,36 @@ def test_planner_follows_one_plan_from_times_and_then_gives_back_what_it_does_no
     refused = 1  # what a step lacks is not given back
     end(step)
     assert len(trims) == 1
+
+
+def test_host_memory_goes_back_in_parts_with_steps_between_until_what_is_wanted_is_left() -> None:
+    """All at once, a settled step of BERT took 1.25 of those around it."""
+
+    class Arena:
+        held_bytes, registration_bytes = 2 << 30, 64 << 20
+
+        def trim(self, target_bytes: int) -> int:
+            released = min(free, max(0, self.held_bytes - target_bytes))
+            self.held_bytes -= released
+            return released
+
+    arena, wanted_bytes, free = Arena(), 5 << 27, 2 << 30
+    stats = types.SimpleNamespace(refused=0, host_bytes_wanted_peak=wanted_bytes)
+    config = types.SimpleNamespace(trim_host=True, trim_device=False)
+    trimmer = Trimmer(types.SimpleNamespace(config=config, arena=arena, last_stats=stats))  # type: ignore[arg-type]
+    held = []
+    for _ in range(14):
+        trimmer.plan_settled()
+        held.append(arena.held_bytes / (1 << 29))
+        trimmer.step_ended()
+    assert held == [3, 3, 3, 3, 2, 2, 2, 2, *[1.375] * 6]
+    arena.held_bytes, free = 2 << 30, 0  # none of it is a whole piece
+    trimmer.plan_changed()
+    for _ in range(14):
+        trimmer.plan_settled()
+    free = 2 << 30
+    trimmer.plan_settled()
+    assert arena.held_bytes == 2 << 30, "it is not looked for in every step"
 
 
 class _Sliced(torch.nn.Module):

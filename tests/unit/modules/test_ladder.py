@@ -19,6 +19,7 @@ from offload.auto import controller
 from offload.auto.ladder import Ended, Facts, Ladder, State, Tried
 from offload.auto.plan import AutoPlan
 from offload.errors import DeviceTotalError
+from offload.memory.arena import HostArena
 from offload.policy.rule import Cost, Rule, Trace, fitting, peak_bytes
 from tests.unit.groups.stack import build_manager
 from tests.unit.modules.allocated import AllocatedDevice, AllocatedRun, allocated, counting
@@ -495,35 +496,40 @@ def test_where_lengths_vary_a_plan_is_tried_that_is_faster_for_its_own_step(
 
 @pytest.mark.parametrize(
     ("most_launches", "wins", "expected"),
-    [(0.3, True, [3, 11]), (0.3, False, [3, 11, 20]), (-1.0, False, [3])],
+    [(0.3, True, [3, 11]), (0.3, False, [3, 11, 25]), (-1.0, False, [3, 8])],
     ids=["a plan", "a plan that loses", "no plan"],
 )
-def test_cached_device_memory_goes_back_behind_measured_steps_and_plans_and_once_under_one(
+def test_cached_device_memory_goes_back_behind_measured_steps_and_once_under_what_is_settled(
     most_launches: float,
     wins: bool,
     expected: list[int],
     allocated: Callable[..., AllocatedRun],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It goes back in the first step that follows the rule, not once that is settled: the driver is slow."""
+    """Host memory goes back once nothing is to be tried that may want it."""
     plain_bytes, _ = plain_run(allocated, 16)
     run = allocated(BLOCKS, rate=100 * RATE, device_total=halfway(allocated, plain_bytes))
     released: list[int] = []
     monkeypatch.setattr(run.device, "release_cached", lambda _: released.append(len(run.seconds)) or 0)
+    trimmed: list[State] = []
+    monkeypatch.setattr(HostArena, "trim", lambda *_: trimmed.append(run.ladder.state) or 0)
     monkeypatch.setattr(controller, "_MOST_LAUNCHES", most_launches)
     if not wins:
         monkeypatch.setattr(Ladder, "_wins", lambda ladder, new, old: new != "plan")
-    run.steps(24)
+    run.steps(28)
     assert run.ladder.state is State.SETTLED
     assert run.ladder.follows_plan == wins
     assert released == expected
+    assert trimmed == [State.SETTLED]
     manager = PipelineOffloadManager.OFFLOAD_MGR
     assert manager is not None
     assert run.handle is not None
-    assert manager.follower.planner.trimmer.waits != wins
+    trimmer = manager.follower.planner.trimmer
+    assert (trimmer.waits, trimmer.keeps_host) == (False, False)
+    trimmer.waits = trimmer.keeps_host = True
     PipelineOffloadManager.OFFLOAD_MGR = None
     run.handle.remove()
-    assert not manager.follower.planner.trimmer.waits
+    assert (trimmer.waits, trimmer.keeps_host) == (False, False)
     assert PipelineOffloadManager.OFFLOAD_MGR is None, "the end of a mode builds no manager"
     manager.close()
 
