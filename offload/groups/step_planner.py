@@ -61,11 +61,12 @@ all of them again."""
 
 
 _TRIMMED_BYTES = 1 << 29
-"""Host memory that goes back at once: the device is idle for 27 ms a GB, since the host unpins and launches
-nothing meanwhile (README's example, 1.2 GB, one H200)."""
+"""Host memory that goes back at once. While the host unpins it launches nothing: steps of mode "auto" on one
+H200 took 33 ms longer for 1.2 GB of README's example, and 14 to 24 ms for 0.54 GB of BERT (docs/log.md,
+November 2026)."""
 
 _TRIM_STEPS = 4
-"""Steps from one of these to the next."""
+"""Steps from one part that goes back to the next."""
 
 
 class Trimmer:

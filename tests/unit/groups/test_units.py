@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 
 import pytest
 import torch
@@ -193,7 +192,9 @@ def test_planner_follows_one_plan_from_times_and_then_gives_back_what_it_does_no
     assert len(trims) == 1
 
 
-def test_host_memory_goes_back_in_parts_with_steps_between_until_what_is_wanted_is_left() -> None:
+def test_host_memory_goes_back_in_parts_with_steps_between_until_what_is_wanted_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """All at once, a settled step of BERT took 1.25 of those around it."""
 
     class Arena:
@@ -204,11 +205,10 @@ def test_host_memory_goes_back_in_parts_with_steps_between_until_what_is_wanted_
             self.held_bytes -= released
             return released
 
-    arena, wanted_bytes, free = Arena(), 5 << 27, 2 << 30
-    stats = types.SimpleNamespace(refused=0, host_bytes_wanted_peak=wanted_bytes)
-    config = types.SimpleNamespace(trim_host=True, trim_device=False)
-    trimmer = Trimmer(types.SimpleNamespace(config=config, arena=arena, last_stats=stats))  # type: ignore[arg-type]
-    held = []
+    engine, arena, free = OffloadEngine(OffloadConfig(), device=SimDevice()), Arena(), 2 << 30
+    monkeypatch.setattr(engine, "arena", arena)
+    engine.last_stats = dataclasses.replace(engine.last_stats, host_bytes_wanted_peak=5 << 27)
+    trimmer, held = Trimmer(engine), []
     for _ in range(14):
         trimmer.plan_settled()
         held.append(arena.held_bytes / (1 << 29))
